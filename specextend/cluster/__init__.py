@@ -1,3 +1,1 @@
-"""The job: a pure scheduler, a driver that alone writes the output, and Ray actors that each hold
-an engine.
-"""
+"""The job: a pure scheduler, a driver that writes the output, and Ray actors with engines."""

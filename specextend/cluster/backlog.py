@@ -1,13 +1,9 @@
-"""The documents of a start: their estimated tokens, and those that wait for a worker, by
-neighbourhood. Pure.
+"""Estimated lengths of a start's documents, and the queue of documents waiting for a worker. Pure.
 
-Estimates are columns: a few bytes for each of ten million documents. A neighbourhood is the rows of
-one row group, which a worker reads whole.
-
-A worker takes its documents from one neighbourhood until that is empty, so that each row group is
-read once, not once for every row. Neighbourhoods are begun in the order of their longest documents,
-and each gives its longest first. Only where none is left to begin do workers share one, and each of
-them reads it.
+A neighbourhood holds the rows of one row group, which a worker reads as a whole. A worker empties
+its neighbourhood before it starts another, so each row group is read once. Neighbourhoods start in
+the order of their longest documents, longest first. Workers share a neighbourhood only when no new
+ones are left. Estimates are stored in columns, to hold ten million documents.
 """
 
 from __future__ import annotations
@@ -28,47 +24,44 @@ from specextend.core import DocumentKey
 
 Ints = NDArray[np.int64]
 LENGTH_STEP = 1.1
-"""Factor between two lengths that count as different; documents of about one length go in input
-order.
+"""Ratio above which two lengths count as different. Documents of similar length keep input order.
 """
 
 Rank = tuple[int, DocumentKey]
-"""A document with its place in the order of work; the smallest comes first."""
+"""Position of a document in the order of work (smallest first), and its key."""
 
 
 def rank(num_tokens: int, key: DocumentKey) -> Rank:
-    """Order a document: longest first, and those of about one length in input order."""
+    """Rank a document: longest first, documents of similar length in input order."""
     return int(ranks(np.array([num_tokens]))[0]), key
 
 
 def ranks(num_tokens: Ints) -> Ints:
-    """Return the places [N] of lengths [N] in the order of work, equal for those of about one
-    length.
-    """
+    """Rank lengths [N], longest first. Similar lengths get equal ranks."""
     return -np.round(np.log(np.maximum(1, num_tokens)) / math.log(LENGTH_STEP)).astype(np.int64)
 
 
 _FILE_STEP = 1 << 40
-"""The number of a row in the input is its file's times this, and its own in the file."""
+"""Factor of the file number in a document's global row number."""
 
 
 class TokenEstimate(NamedTuple):
-    """Estimated tokens of a document that has not run yet."""
+    """Estimated tokens of a document before it runs."""
 
     num_prompt_tokens: int
     max_new_tokens: int
 
     @property
     def total(self) -> int:
-        """Return the most tokens that the document may take, prompt and output."""
+        """Return the maximum number of tokens, prompt and output together."""
         return self.num_prompt_tokens + self.max_new_tokens
 
 
 class RowSet:
-    """A set of input rows: one byte for each row of the input."""
+    """A set of input rows, stored as one byte per row."""
 
     def __init__(self, file_rows: Sequence[int], keys: Iterable[DocumentKey]):
-        """Take the keys. file_rows: rows of each input file."""
+        """Store `keys`. `file_rows` gives the number of rows per input file."""
         self._masks = [np.zeros(num_rows, np.bool_) for num_rows in file_rows]
         for file, row in keys:
             self._masks[file][row] = True
@@ -77,17 +70,15 @@ class RowSet:
         return sum(int(mask.sum()) for mask in self._masks)
 
     def __contains__(self, key: DocumentKey) -> bool:
-        """Return True for a key of the set; a part of another input may have keys of rows that no
-        file has.
-        """
+        """Return True if the set holds `key`. Keys beyond the files or their rows are allowed."""
         is_row = 0 <= key.file < len(self._masks) and 0 <= key.row < len(self._masks[key.file])
         return is_row and bool(self._masks[key.file][key.row])
 
 
 class Estimates(Mapping[DocumentKey, TokenEstimate]):
-    """The documents of a start in input order, each at its position.
+    """Token estimates of a start's documents, in input order.
 
-    num_prompt_tokens, max_new_tokens [N] int32, of all requests for a document.
+    `num_prompt_tokens` and `max_new_tokens` [N] int32 cover all requests of a document.
     """
 
     def __init__(
@@ -97,7 +88,7 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
         num_prompt_tokens: NDArray[Any],
         max_new_tokens: NDArray[Any],
     ):
-        """Take columns [N] in input order."""
+        """Store columns [N] in input order."""
         self._numbers = files.astype(np.int64) * _FILE_STEP + rows
         assert np.all(np.diff(self._numbers) > 0), "not in input order"
         self.num_prompt_tokens = num_prompt_tokens.astype(np.int32, copy=False)
@@ -116,28 +107,30 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
         )
 
     def totals(self, positions: Ints | slice = slice(None)) -> Ints:
-        """Return the tokens of the documents at some positions, or of all [N], prompt and
-        output.
-        """
+        """Return prompt plus output tokens of the documents at `positions`, by default all [N]."""
         return self.num_prompt_tokens[positions].astype(np.int64) + self.max_new_tokens[positions]
 
     def position(self, key: DocumentKey) -> int:
-        """Return the position of a document. Raises KeyError for a row that is not among them."""
-        # not numpy's own search, which copies all of them for a number that has more than 64 bits
+        """Return the position of `key`.
+
+        Raises:
+            KeyError: The document is not part of this start.
+        """
+        # numpy's searchsorted copies the array for numbers above 64 bits
         position = bisect_left(self._numbers, key.file * _FILE_STEP + key.row)
         if position == len(self) or self.key(position) != key:
             raise KeyError(key)
         return position
 
     def key(self, position: int) -> DocumentKey:
-        """Return the key of the document at a position."""
+        """Return the key of the document at `position`."""
         return DocumentKey(*divmod(int(self._numbers[position]), _FILE_STEP))
 
     def group_bounds(self, group_rows: Sequence[Sequence[int]]) -> Ints:
-        """Return the positions [G + 1] that bound the row groups which hold documents.
+        """Return the positions [G + 1] at which the row groups with documents begin and end.
 
-        group_rows: the rows of each group of each file; the files that have none here are one
-        group.
+        Args:
+            group_rows: Rows of each row group, per file. A file without entries is one group.
         """
         begins = [
             file * _FILE_STEP + row
@@ -148,7 +141,7 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
 
 
 class Backlog:
-    """Documents that wait. Of those in neighbourhoods that are not begun, no object is held."""
+    """Queue of waiting documents. Neighbourhoods not yet started take no memory per document."""
 
     def __init__(
         self,
@@ -156,9 +149,10 @@ class Backlog:
         group_rows: Sequence[Sequence[int]] = (),
         without: Iterable[DocumentKey] = (),
     ):
-        """Take all documents but those of `without`.
+        """Queue every document except `without`.
 
-        group_rows: the rows of each row group of each file, as workers read it.
+        Args:
+            group_rows: Rows of each row group, per file.
         """
         self._estimates = estimates
         self._bounds = estimates.group_bounds(group_rows)
@@ -166,19 +160,17 @@ class Backlog:
         self._size = len(estimates) - len(self._without)
         self._not_begun = self._in_order()
         self._open: dict[int, list[int]] = {}
-        """The positions of the documents that wait in each neighbourhood that has been begun, the
-        next one last.
-        """
+        """Waiting positions of each started neighbourhood, the next document last."""
         self._used: dict[str, int] = {}
-        """The neighbourhood from which each worker takes."""
+        """Neighbourhood of each worker."""
         self._returned: list[Rank] = []
-        """Heap of documents that came back: they go first, to whichever worker asks."""
+        """Heap of returned documents, which any worker takes first."""
 
     def __len__(self) -> int:
         return self._size
 
     def take(self, worker: str) -> DocumentKey | None:
-        """Remove and return the next document for a worker; None if there is none."""
+        """Remove and return the next document for `worker`, or None if the queue is empty."""
         if not self._size:
             return None
         self._size -= 1
@@ -193,18 +185,16 @@ class Backlog:
         return self._estimates.key(position)
 
     def put(self, key: DocumentKey) -> None:
-        """Put back a document that was taken, or one of `without`."""
+        """Return a document to the queue, or add a document of `without`."""
         heapq.heappush(self._returned, rank(self._estimates[key].total, key))
         self._size += 1
 
     def leave(self, worker: str) -> None:
-        """Note that a worker takes nothing more from the neighbourhood that it used."""
+        """Release the neighbourhood of `worker`."""
         self._used.pop(worker, None)
 
     def first(self, limit: int) -> list[DocumentKey]:
-        """List documents that wait, up to a number, in about the order in which they will be
-        taken.
-        """
+        """List up to `limit` waiting documents, roughly in the order of work."""
         return list(islice(self._keys(), limit))
 
     def _keys(self) -> Iterator[DocumentKey]:
@@ -215,14 +205,11 @@ class Backlog:
             yield from map(self._estimates.key, reversed(self._positions(number)))
 
     def _in_order(self) -> array[int]:
-        """Number the neighbourhoods, those with the longest documents last, others in input
-        order.
-        """
+        """Sort the neighbourhoods by their longest document, longest last."""
         longest = np.maximum.reduceat(self._estimates.totals(), self._bounds[:-1])
         return array("i", np.argsort(ranks(longest), kind="stable")[::-1].tolist())
 
     def _positions(self, number: int) -> list[int]:
-        """List the documents of a neighbourhood that has not been begun, the next one last."""
         begin, end = self._bounds[number : number + 2]
         positions = np.arange(begin, end)
         order = np.argsort(ranks(self._estimates.totals(positions)), kind="stable")
@@ -230,9 +217,7 @@ class Backlog:
         return [each for each in found if each not in self._without]
 
     def _choose(self) -> int:
-        """Choose a neighbourhood: one that others have left, else a new one, else that with most
-        for each worker.
-        """
+        """Choose a released neighbourhood, else a new one, else the fullest per user."""
         num_users = Counter(self._used.values())
         left = next((number for number in self._open if not num_users[number]), None)
         if left is not None:

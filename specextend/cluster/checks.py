@@ -1,4 +1,4 @@
-"""Checks before a run: everything that can be checked without loading a model."""
+"""Checks before a run: everything that needs no loaded model. Start with `prepare`."""
 
 import os
 import re
@@ -54,29 +54,27 @@ from specextend.pairing import check_pair, describe_asks, describe_features, pai
 from specextend.report.gold import check_gold
 
 Models = dict[str, dict[str, str | None]]
-"""`target` and `draft`: the `model` that was asked for, and the `commit` that this names on the
-Hub; what the target `asks` of its outputs.
-"""
+"""`target` and `draft` with the requested `model` and its Hub `commit`; `asks` of the target."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that may begin: it has passed every check that needs no model."""
+    """A run that has passed every check without loading a model."""
 
     config: RunConfig
-    """The configuration, with commits in the place of the models' branches and tags."""
+    """Configuration with Hub branches and tags replaced by commits."""
     output: Location
     source: Source
     facts: ModelFacts
     tasks: list[Task]
-    """At least one."""
+    """All tasks of the run, at least one."""
     manifest: Values
-    """The one in the output folder if it holds this run already."""
+    """Manifest of this run; the recorded manifest if the output folder has the same run."""
     models: Models
     notes: tuple[str, ...]
-    """Lines for the user about the models' revisions, and about tasks that read documents again."""
+    """Messages about model revisions, model features and tasks that read documents again."""
     retry_errors: Retry = "none"
-    """The error rows that this start does again."""
+    """Error rows to retry."""
 
     @property
     def prompts(self) -> Prompts:
@@ -89,12 +87,18 @@ def prepare(
     checkpoint: Checkpoint = lambda: None,
     retry_errors: Retry = "none",
 ) -> Prepared:
-    """Check input, models and prompt without writing anything. Raises RefusedError, RunError,
-    OtherRunError.
+    """Check input, models and prompt without writing anything.
 
-    Nothing depends on this machine, which may be another one than the workers': `check_machine`
-    checks that. checkpoint: called between the steps of long operations; may raise. retry_errors:
-    of the result.
+    The result does not depend on this machine, because workers may run elsewhere; see
+    `check_machine`.
+
+    Args:
+        checkpoint: Called between the steps of long operations; may raise.
+
+    Raises:
+        RefusedError: The configuration or the input cannot be run.
+        OtherRunError: The output folder holds a run with other options.
+        RunError: A store or the Hub does not answer.
     """
     with _refusals():
         output = resolve(config.output.path)
@@ -131,7 +135,7 @@ def prepare(
             _check_task(task, tokenizer, facts)
         values = config.model_dump(mode="json")
         _check_same_options(output, recorded, build_manifest(source, values, {}, models))
-        hashes = pair_hashes(config.target, draft)  # which reads all weights
+        hashes = pair_hashes(config.target, draft)  # slow: reads all weights
         if begun is not None:
             source = recall_selection(source, output, begun)
         else:
@@ -148,7 +152,9 @@ def prepare(
 
 
 def _that_read_again(tasks: list[Task]) -> Iterator[str]:
-    """Yield a line for each task that has to read a document from its beginning."""
+    """Yield a note for each task with a prompt prefix of its own, for which documents are read
+    again.
+    """
     openings = [task.prompts.opening for task in tasks]
     for place, task in enumerate(tasks):
         if place and task.prompts.opening not in openings[:place]:
@@ -159,7 +165,7 @@ def _that_read_again(tasks: list[Task]) -> Iterator[str]:
 
 
 def _check_task(task: Task, tokenizer: Any, facts: ModelFacts) -> None:
-    """Raise ValueError for a task that no document could pass."""
+    """Raise ValueError if no document could pass `task`."""
     try:
         _check_run(task.config, task.prompts)
         if (schema := task.config.output.json_schema) is not None:
@@ -170,7 +176,7 @@ def _check_task(task: Task, tokenizer: Any, facts: ModelFacts) -> None:
 
 
 def _check_room_for_an_answer(config: RunConfig, tokenizer: Any) -> None:
-    """Raise ValueError if no answer of the schema can end before `decoding.max_new_tokens`."""
+    """Raise ValueError if the shortest answer exceeds `decoding.max_new_tokens`."""
     schema = config.output.json_schema or ""
     most = config.decoding.max_new_tokens
     least = len(tokenizer(shortest_answer(schema), add_special_tokens=False)["input_ids"])
@@ -182,9 +188,7 @@ def _check_room_for_an_answer(config: RunConfig, tokenizer: Any) -> None:
 
 
 def check_machine(config: RunConfig) -> None:
-    """Raise RefusedError if the job would start a private Ray and no worker could ever run on this
-    machine.
-    """
+    """Raise RefusedError if a private Ray on this machine could not run any worker."""
     if is_local():
         check_resources(config.job)
         with _refusals():
@@ -193,7 +197,7 @@ def check_machine(config: RunConfig) -> None:
 
 
 def needed_on_each_node(config: RunConfig) -> list[str]:
-    """List the local files that each node of a cluster must have; none for a private Ray."""
+    """List local paths that every node of a cluster needs; empty for a private Ray."""
     draft = config.active_draft
     models = [
         config.target.model,
@@ -205,9 +209,7 @@ def needed_on_each_node(config: RunConfig) -> list[str]:
 
 
 def _begun_selection(config: RunConfig, recorded: Values | None) -> Values | None:
-    """Return the manifest of a run that has chosen its rows once and for all, because earlier
-    outputs may grow.
-    """
+    """Return the manifest of a started run that chose its rows from earlier outputs, else None."""
     has_chosen = (
         recorded is not None and "selection" in recorded["identity"] and "selection" in recorded
     )
@@ -216,7 +218,7 @@ def _begun_selection(config: RunConfig, recorded: Values | None) -> Values | Non
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Turn errors of a block into RefusedError, or into RunError if a later try may succeed."""
+    """Convert errors to RefusedError, or to RunError if a later try may succeed."""
     try:
         yield
     except RunError:
@@ -232,29 +234,37 @@ def _refusals() -> Iterator[None]:
 
 
 def _run_again(error: OSError) -> str:
-    """Say an error, and to run again once."""
     return f"{first_line(error).removesuffix('; run again')}; run again"
 
 
 def read_recorded(output: Location) -> Values | None:
-    """Read the manifest in the output folder, if there is one. Raises OtherRunError if it is not
-    ours, RunError.
+    """Read the manifest in the output folder; None if there is none.
+
+    Raises:
+        OtherRunError: The manifest is not readable by this version.
+        RunError: The folder cannot be read.
     """
     try:
         return read_manifest(output)
     except ValueError as error:
         raise OtherRunError(str(error)) from error
     except NotADirectoryError:
-        return None  # the output is a file, as the check of the input will say
+        return None  # the output is a file; the input check reports it
     except OSError as error:
         raise RunError(f"{output.path} cannot be read: {_run_again(error)}") from error
 
 
 def pin_models(config: RunConfig, recorded: ReadOnly) -> tuple[RunConfig, Models, tuple[str, ...]]:
-    """Put commits in the place of branches and tags, so that every worker loads the same files.
+    """Replace branches and tags by commits, so that every worker loads the same files.
 
-    A name that the run's manifest has `recorded` keeps the commit that it stood for then. Returns
-    the configuration, what goes into the manifest, and notes for the user. Raises ModelError.
+    Args:
+        recorded: Models of the run's manifest, whose commits are kept.
+
+    Returns:
+        The pinned configuration, the models for the manifest, and notes for the user.
+
+    Raises:
+        ModelError: A revision cannot be resolved.
     """
     models: Models = {}
     notes: list[str] = []
@@ -277,7 +287,7 @@ def pin_models(config: RunConfig, recorded: ReadOnly) -> tuple[RunConfig, Models
 
 
 def _check_run(config: RunConfig, prompts: Prompts) -> None:
-    """Raise ValueError for what would fail every row."""
+    """Raise ValueError for options under which every row would fail."""
     check_library(config.quality)
     if not config.input.has_limits:
         try:
@@ -290,7 +300,7 @@ def _check_run(config: RunConfig, prompts: Prompts) -> None:
 
 
 def _check_cache(config: RunConfig, facts: ModelFacts) -> None:
-    """Raise ValueError if the cache cannot hold one full prompt and its output."""
+    """Raise ValueError if the cache cannot hold a full prompt and its output."""
     longest = longest_request(config, facts)
     needed = (
         rows_per_sequence(config, longest) * facts.kv_bytes_per_token(config.target.dtype) / GIB
@@ -304,7 +314,7 @@ def _check_cache(config: RunConfig, facts: ModelFacts) -> None:
 
 
 def _check_same_options(output: Location, recorded: Values | None, here: Values) -> None:
-    """Raise OtherRunError if the folder's run has other options, whatever the weights are."""
+    """Compare options before the slow hashing of weights. Raise OtherRunError if they differ."""
     if recorded is not None:
         without: Values = {"files": {}, "hashes": {}, "selection": None}
         there, here = (each | {"identity": each["identity"] | without} for each in (recorded, here))
@@ -327,8 +337,10 @@ def _say_other_run(
 
 
 def check_same_run(prepared: Prepared) -> bool:
-    """Return True if the output folder holds this run already. Raises OtherRunError if it holds
-    another one.
+    """Return True if the output folder already holds this run.
+
+    Raises:
+        OtherRunError: The folder holds a different run.
     """
     recorded = read_recorded(prepared.output)
     if recorded is None:
@@ -345,11 +357,15 @@ def check_same_run(prepared: Prepared) -> bool:
 
 
 def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig:
-    """Return the run of those tasks that a finished run has not been asked, in its folder `added`;
-    the configuration as it is if there are none.
+    """Return a run of the tasks missing from a finished run, in its folder `added`.
 
-    say: called with a line about it. Raises as `prepare` and `check_same_run` do, and RefusedError
-    if the run has not ended.
+    Returns `config` unchanged if no task is missing.
+
+    Args:
+        say: Receives a message for the user.
+
+    Raises:
+        RefusedError: The run has not ended, or the tasks cannot be added.
     """
     with _refusals():
         output = resolve(config.output.path)
@@ -379,7 +395,7 @@ def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig
             f"tasks: {len(left)} are new, with too long names for one folder; add fewer at once"
         )
     pinned = _check_ended(config.of_tasks(done, config.output.path))
-    # a branch of the Hub may have moved
+    # keep the commits of the run, because a branch may have moved
     config = config.model_copy(update={"target": pinned.target, "draft": pinned.draft})
     for folder in added:
         names = folder.split("+")
@@ -396,8 +412,14 @@ def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig
 
 
 def redo(config: RunConfig, condition: str, name: str) -> RunConfig:
-    """Return the configuration of a run that does those rows of a finished run again whose newest
-    result meets a condition, in its folder `redone`. Raises RefusedError.
+    """Return a run that repeats rows of a finished run, in its folder `redone`.
+
+    Args:
+        condition: SQL condition on the newest result of a row.
+        name: Folder name of the new run.
+
+    Raises:
+        RefusedError: There is no run, or the name or the columns do not fit.
     """
     with _refusals():
         output = resolve(config.output.path)
@@ -415,7 +437,7 @@ def redo(config: RunConfig, condition: str, name: str) -> RunConfig:
             )
         inner_run(output, REDONE, name)
         path = config.output.path
-        # what earlier runs had done, this run has done by now
+        # earlier runs no longer matter: the run at `path` has covered their rows
         chosen = replace(config.input, except_done_in=(), redo=condition, redo_in=path)
         output_options = replace(config.output, path=path_below(path, f"{REDONE}/{name}"))
         return config.model_copy(update={"input": chosen, "output": output_options})
@@ -426,14 +448,12 @@ def _place_of_added(config: RunConfig, names: list[str]) -> str:
 
 
 def _tasks_there(manifest: ReadOnly) -> list[str]:
-    """Return the names of a run's tasks, in their order; none if it has one."""
+    """Return the task names of a run; empty if it has a single task."""
     return list(manifest["identity"].get("tasks", ()))
 
 
 def _check_ended(config: RunConfig) -> RunConfig:
-    """Return the configuration with the models that the run pinned. Raises RefusedError unless the
-    output folder holds it, and all of it.
-    """
+    """Check that the run of `config` has ended; return it with the models pinned."""
     prepared = prepare(config)
     is_over = check_same_run(prepared) and (
         read_success(prepared.output) is not None
@@ -448,7 +468,7 @@ def _check_ended(config: RunConfig) -> RunConfig:
 
 
 def _say_other_input(prepared: Prepared) -> str:
-    """Say what to do if nothing but the input has changed, as it does where files grow."""
+    """Explain how to continue when only the input has changed."""
     config = prepared.config
     what = "its input has changed"
     leaving_out = f" and input.except_done_in=['{config.output.path}']"
@@ -462,9 +482,7 @@ def _say_other_input(prepared: Prepared) -> str:
 
 
 def counts_of_ended(prepared: Prepared) -> Counts | None:
-    """Return the counts of a complete run that had chosen its rows, if its input alone has changed
-    since and no row is to be done again; or None.
-    """
+    """Return the counts of a complete run if only its input has changed since, else None."""
     recorded = read_recorded(prepared.output)
     is_retry = prepared.retry_errors != "none"
     if is_retry or recorded is None or _begun_selection(prepared.config, recorded) is None:
@@ -476,10 +494,12 @@ def counts_of_ended(prepared: Prepared) -> Counts | None:
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """Turn errors about the input and the commits into those of a run.
+    """Convert errors about the input and the commits to errors of the run.
 
-    RefusedError for an input that breaks off or changes and for damaged commits, OtherRunError for
-    another run's, RunError for an input that is out of reach.
+    Raises:
+        RefusedError: The input is incomplete or has changed, or a commit is damaged.
+        OtherRunError: A commit belongs to another run.
+        RunError: The input cannot be reached.
     """
     try:
         yield
@@ -492,7 +512,7 @@ def input_errors() -> Iterator[None]:
 
 
 def open_rows(prepared: Prepared) -> tuple[Progress, RowSet]:
-    """Read what the commits hold; return it with the rows to do. Raises as `input_errors` says."""
+    """Read the commits; return the progress and the rows left to do. Raises as `input_errors`."""
     source = prepared.source
     with input_errors():
         fingerprint = prepared.manifest["fingerprint"]
@@ -503,9 +523,11 @@ def open_rows(prepared: Prepared) -> tuple[Progress, RowSet]:
 
 
 def check_retry(prepared: Prepared) -> None:
-    """Raise RefusedError for a retry where nothing has been tried, which would do every row.
+    """Check that a retry has a run to resume.
 
-    Raises OtherRunError if the output folder holds another run.
+    Raises:
+        RefusedError: The folder holds no run, so a retry would run every row.
+        OtherRunError: The folder holds another run.
     """
     is_begun = check_same_run(prepared)
     if not is_begun and prepared.retry_errors != "none":
@@ -515,12 +537,12 @@ def check_retry(prepared: Prepared) -> None:
 
 
 def num_left_out(prepared: Prepared, progress: Progress) -> int:
-    """Count the error rows that `--retry-errors` leaves out."""
+    """Count the error rows skipped by `--retry-errors`."""
     return len(progress.final) if prepared.retry_errors == "retryable" else 0
 
 
 def say_left_out(number: int) -> list[str]:
-    """Describe these error rows in lines; none if there are none."""
+    """Describe `number` skipped error rows; empty for 0."""
     if not number:
         return []
     return [
@@ -542,9 +564,7 @@ _OUTCOMES = {
 
 
 def describe_selection(source: Source) -> tuple[str, ...]:
-    """Describe which rows of the input a run is about, and which are not, in lines; none if it is
-    all of them.
-    """
+    """Describe the selected rows of the input; empty if all rows are selected."""
     selection = source.selection
     if selection is None:
         return ()

@@ -1,5 +1,6 @@
-"""The driver: a loop that hands leases out, takes outcomes in and commits finished rows. Nothing
-else writes them.
+"""The main loop of a run: it hands out leases, collects outcomes and commits finished rows.
+
+Start with `Driver.drive`. No other code commits rows while a run is under way.
 """
 
 import copy
@@ -48,18 +49,16 @@ from specextend.document_requests import failed_row
 from specextend.stats import DecodingStats
 
 LOOK_EVERY_S = 1.0
-"""Seconds between two looks at what concerns all workers: deadlines, hangs, who is wanted, and how
-far the run is.
-"""
+"""Seconds between two checks of deadlines, hung workers, worker demand and progress."""
 TICK_S = 0.2
-"""Seconds to wait for an event before clocks and signals are checked again."""
+"""Seconds to wait for an event before checking clocks and signals again."""
 MOST_NAMES = 10
-"""Most documents of a kind that the message of a stalled run names."""
+"""Maximum number of documents listed in the message of a stalled run."""
 
 
 @dataclass(slots=True)
 class Driver:
-    """Runs the documents of a scheduler until each is done or has become an error row."""
+    """Runs the documents of a scheduler until each is done or has an error row."""
 
     scheduler: Scheduler
     pool: Pool
@@ -72,33 +71,33 @@ class Driver:
     source: Source
     job: JobOptions
     count: Callable[[DecodingStats | None], object] = lambda stats: None
-    """Takes the counts of each document that is done, and None for one that has failed."""
+    """Callback for metrics: receives the counts of a finished document, None for a failed one."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     _moved_at: float = field(init=False)
-    """When a worker last read or wrote a token, or a document had its outcome."""
+    """Time of the last token or outcome from any worker."""
     _errors: ErrorGuard = field(init=False)
     _kernels_said: set[str] = field(default_factory=set)
     _pace: Pace = field(default_factory=lambda: Pace(LOOK_EVERY_S))
     _is_stopping: bool = False
     _is_doubted: bool = False
-    """True once it was said that the draft hardly fits."""
+    """True after the warning about a poorly fitting draft."""
 
     def __post_init__(self) -> None:
         self._moved_at = self.clock()
         self._errors = ErrorGuard(self.job.max_error_fraction, self.scheduler.num_open)
 
     def drive(self) -> None:
-        """Run until every document is done or given up; finished rows are on disk whatever happens.
+        """Run until every document is done or given up. Finished rows are committed in any case.
 
         Raises:
-            InterruptedRunError: told to stop.
-            InputChangedError: a file of the input is not what it was.
-            RunError: no worker can be had, or none has read or written a token for
-                `JobOptions.silence_s`; most documents fail; or the folder's lock is not ours.
-            OutputError: the folder takes no more commits.
+            InterruptedRunError: The run was told to stop.
+            InputChangedError: An input file has changed since the run began.
+            RunError: No worker can be started, no worker has read or written a token for
+                `JobOptions.silence_s`, most documents fail, or the folder's lock was lost.
+            OutputError: The output folder cannot be written.
         """
         try:
-            self._staff(self.clock())  # before a turn waits for answers
+            self._staff(self.clock())  # the first turn should not wait for answers without workers
             while not self.scheduler.is_done:
                 self._turn()
         except InterruptedRunError:
@@ -123,7 +122,7 @@ class Driver:
             self.pool.run(worker, lease)
         self._collect(TICK_S)
         is_due = self._pace.is_due(self.clock())
-        if is_due:  # now that it is known what the workers did meanwhile
+        if is_due:  # after the events, so that a worker is judged by its latest report
             self._enforce(self.clock())
             self._staff(self.clock())
         self._check_silence()
@@ -137,7 +136,6 @@ class Driver:
             self.display.show(self.ledger.snapshot(now, *workers, running), now)
 
     def _staff(self, now: float) -> None:
-        """Start the workers that are wanted, and let go of those that are of no use any more."""
         wanted = self.scheduler.num_wanted
         for worker in self.roster.due(now, wanted):
             self.pool.start(worker)
@@ -166,12 +164,10 @@ class Driver:
             self.committer.remember(charges)
 
     def _check_silence(self) -> None:
-        """Raise RunError, which names documents, if no worker has read or written a token
-        for too long.
+        """Raise RunError if no worker has read or written a token for `silence_s`.
 
-        A single worker that hangs is replaced long before. This is for faults that no worker can
-        report: no worker comes up, the cluster never grows, calls never arrive, the store does not
-        answer.
+        A single hung worker is replaced long before. This check covers faults no worker can report:
+        none starts, calls never arrive, the store does not answer.
         """
         if self.clock() - self._moved_at <= self.job.silence_s:
             return
@@ -194,7 +190,6 @@ class Driver:
         raise RunError("; ".join([*parts, "what is done is kept, run again"]))
 
     def _enforce(self, now: float) -> None:
-        """Cancel overdue documents and kill workers that hang."""
         for held in self.scheduler.overdue(now):
             lease = held.lease
             seconds = self.scheduler.seconds_for(lease)
@@ -241,7 +236,7 @@ class Driver:
                 self._died(worker, reason, with_node=with_node)
 
     def _ready(self, worker: str, info: WorkerInfo, now: float) -> None:
-        """Let a worker take documents, unless its place is left out."""
+        """Register a ready worker. Leave its place out if too many workers have died there."""
         self.roster.ready(worker)
         self.record.worker_ready(worker, info)
         device = ", ".join(info.accelerators) or f"seat {self.roster.seat(worker)}"
@@ -262,9 +257,7 @@ class Driver:
         self.display.note(message, "place_left_out", **facts, reason=why)
 
     def _say_kernels(self, worker: str, info: WorkerInfo) -> None:
-        """Say what came of each kernel, to people only if it is a GPU's; of many workers the first
-        that found it.
-        """
+        """Log each verdict on a kernel once; people see the verdicts of GPUs only."""
         for kernel in info.kernels:
             message = f"{kernel['name']}: {'taken' if kernel['taken'] else 'left out'}"
             if message in self._kernels_said:
@@ -276,7 +269,7 @@ class Driver:
             self.display.event("kernel", said, **facts, reason=why)
 
     def _returned(self, worker: str, lease: Lease, outcome: Outcome, now: float) -> None:
-        """Take an outcome in. It counts only while its lease is in force."""
+        """Process an outcome. Outcomes of expired leases are dropped."""
         if lease.lease_id not in self.scheduler.held:
             self.scheduler.closed(worker)
             return
@@ -315,9 +308,7 @@ class Driver:
             self.display.note(f"warning: {doubt}", "draft_doubted")
 
     def _note_memory(self, worker: str, used_gib: float) -> None:
-        """Record the most memory that a worker has used, and say it of the first one, beside what
-        was planned.
-        """
+        """Record a worker's peak memory and report the first value next to the plan."""
         if self.record.worker_used(worker, used_gib):
             planned_gib = self.record.planned_gib
             said = f"memory: planned {planned_gib:.1f} GiB, used {used_gib:.1f} GiB at most"
@@ -326,7 +317,7 @@ class Driver:
             )
 
     def _note_speedup(self, worker: str, speedup: float | None) -> None:
-        """Record what drafts have won in a trial, and say it if the worker goes on without."""
+        """Record the speedup of a draft trial, and report a worker that stops drafting."""
         if not self.record.worker_tried(worker, speedup) or speedup is None:
             return
         if speedup < LEAST_SPEEDUP:
@@ -338,9 +329,7 @@ class Driver:
             self.display.note(said, "drafts_lose", worker=worker, speedup=speedup)
 
     def _unread(self, worker: str, lease: Lease, error: DocumentError, now: float) -> None:
-        """Let another worker try a document that this one could not read, unless the document is at
-        fault.
-        """
+        """Retry an unreadable document on another worker, unless the file itself is damaged."""
         self.display.event("document_unread", **lease_facts(worker, lease), reason=error.message)
         holder = self.scheduler.workers[worker]
         was_told = self._is_stopping or holder.rests_until > now
@@ -360,9 +349,7 @@ class Driver:
             )
 
     def _drain(self, worker: str) -> None:
-        """Empty a worker whose node is about to go; another takes its seat once it has done what
-        runs.
-        """
+        """Empty a worker on a node that is about to go. Started documents are finished."""
         host = self.scheduler.workers[worker].place.host
         message = f"{worker} gets no more documents: its node ({host}) is about to go"
         self.display.note(message, "worker_drains", worker=worker, host=host)
@@ -384,7 +371,6 @@ class Driver:
         self.roster.died(worker, reason, is_explained=is_explained)
 
     def _fail_given_up(self) -> None:
-        """Make error rows of the documents that the scheduler has given up."""
         while self.scheduler.given_up:
             key, attempts, error, worker = self.scheduler.given_up.pop(0)
             if not error.doc_id:
@@ -398,18 +384,18 @@ class Driver:
 
 
 def is_damaged_row(source: Source, key: DocumentKey) -> bool:
-    """Read a document that a worker could not read; return False if the worker, or the store, is at
-    fault.
+    """Read a document again after a worker failed to; return True if the file is damaged.
 
-    Raises InputChangedError if its file is not the one with which the run began.
+    Raises:
+        InputChangedError: The file has changed since the run began.
     """
-    anew = copy.copy(source)  # without cached rows, which may be older than what the worker saw
+    anew = copy.copy(source)  # the cache may hold rows from before the damage
     try:
         anew.check_unchanged(key.file)
         anew.read(key)
     except DAMAGED as error:
         return not is_away(error)
-    # a worker that reads the document reports the first one
+    # a worker that can read the document will report a DocumentError itself
     except (DocumentError, InputUnreachableError):
         return False
     return False

@@ -1,10 +1,7 @@
-"""The dry run: what a start would do, which memory and time it would take, and with how many
-workers.
+"""The dry run: the work, memory and time of a start, and the workers it needs. Writes nothing.
 
-`calibrate` decodes a sample on the Ray that the run would use and fits `Rates`: seconds per prompt
-token, seconds per output token, and how much documents differ. `Outlook` makes of them the time of
-a number of workers, with bounds. `docs/planning-and-report.md` describes the method. Nothing is
-written, and nothing is kept for a later start.
+`calibrate` decodes a sample on the run's Ray and fits `Rates`. `Outlook` turns them into times with
+bounds. See `docs/planning-and-report.md`.
 """
 
 import itertools
@@ -47,35 +44,23 @@ from specextend.loading import load_engine
 from specextend.report.sections import Section, number, thousandths, to_text
 from specextend.stats import DecodingStats, ratio
 
-# Forecasts
-
 MIN_DOCUMENTS = 2
-"""Fewest documents that rates can be fitted to: one says nothing about how documents differ."""
+"""Minimum number of documents for a fit; a single one does not show how documents differ."""
 DRIFT = 0.1
-"""Relative error of any rate, however many documents it comes from: the same machine differs by
-that from hour to hour (`docs/dev/log.md`).
-"""
+"""Relative error of any rate: the speed of a machine drifts this much from hour to hour."""
 START_FACTOR = 1.5
-"""Factor by which loading may take longer or shorter: a single start was measured, with files
-cached or not.
-"""
+"""Uncertainty factor of the loading time, measured once, with or without cached files."""
 MOST_UNCERTAIN = 20.0
-"""Largest factor of an interval: rates that are known no better say nothing, but must not overflow
-a clock.
-"""
+"""Upper limit of an interval's factor, so that no bound overflows a clock."""
 TICK_S = 0.2
-"""Seconds to wait for an answer before clock and signals are checked again."""
+"""Seconds to wait for an answer before checking clocks and signals again."""
 _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-"""Student's t for 95%, two-sided, by degrees of freedom from 1 on; the last one stands for all
-above.
-"""
+"""Two-sided 95% quantiles of Student's t, by degrees of freedom from 1; the last holds above."""
 _NEEDS = f"--calibrate needs {counted(MIN_DOCUMENTS, 'document')} that can be decoded"
 
 
 class DocumentCost(NamedTuple):
-    """The seconds of its worker that a decoded document took; those that a batch shares are divided
-    among it.
-    """
+    """Worker seconds of a decoded document. Seconds of a batch are divided among its documents."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -85,7 +70,7 @@ class DocumentCost(NamedTuple):
 
 
 def document_cost(stats: DecodingStats, max_new_tokens: int) -> DocumentCost:
-    """Return what a document took, as if nothing of its prompt had been read for another one."""
+    """Return the cost of a document as if its whole prompt had been read."""
     share_read = 1 - (ratio(stats.num_cached_tokens, stats.num_prompt_tokens) or 0.0)
     prefill_s = stats.prefill_s / share_read + stats.draft_prefill_s
     return DocumentCost(
@@ -95,29 +80,29 @@ def document_cost(stats: DecodingStats, max_new_tokens: int) -> DocumentCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Cost of documents on a worker whose batch is full."""
+    """Cost of documents on a worker with a full batch."""
 
     prefill: float
-    """Seconds for a prompt token."""
+    """Seconds per prompt token."""
     decode: float
-    """Seconds for an output token."""
+    """Seconds per output token."""
     output_share: float
-    """Output tokens for each one that `max_new_tokens` allows."""
+    """Output tokens as a share of `max_new_tokens`."""
     spread: float
-    """Standard deviation of a document's seconds, relative to what the rates say."""
+    """Standard deviation of a document's seconds, relative to the prediction."""
     num_documents: int
-    """Number of documents that were measured."""
     start_s: float
-    """Seconds from the beginning of Ray to a worker with loaded models."""
+    """Seconds from the start of Ray to a worker with loaded models."""
     device: str
-    """Name of the GPU, or of the processor."""
+    """Name of the GPU or the processor."""
 
 
 def fit_rates(costs: Sequence[DocumentCost], *, start_s: float, device: str) -> Rates | None:
-    """Fit rates to what documents of `draw_sample` cost; None if they are too few, or took no time.
+    """Fit rates to documents drawn by `draw_sample`; None if there are too few or they took no
+    time.
 
-    They were drawn by their tokens, so the mean of their rates stands for all tokens, whatever
-    grows with the length.
+    Sampling is proportional to tokens, so mean rates hold per token even where cost grows with
+    length.
     """
     told = [cost for cost in costs if cost.num_prompt_tokens and cost.num_output_tokens]
     if len(told) < MIN_DOCUMENTS or not all(cost.prefill_s + cost.decode_s > 0 for cost in told):
@@ -139,25 +124,22 @@ def fit_rates(costs: Sequence[DocumentCost], *, start_s: float, device: str) -> 
 
 
 class Forecast(NamedTuple):
-    """The wall-clock seconds from the begin of a start until its last document is done."""
+    """Wall-clock seconds from the start until the last document is done."""
 
     seconds: float
     seconds_low: float
     seconds_high: float
-    """The truth lies between the two in about 95 of 100 cases, if the machine is the one that was
-    measured.
-    """
+    """Bounds that hold in about 95 of 100 cases, on the measured type of machine."""
     documents: int
     workers: int
     basis: str
-    """Where the rates are from, for people."""
+    """Source of the rates, for display."""
 
 
 class Outlook:
-    """The open documents of a run with the time that they take, by rates."""
+    """Predicted time of the open documents of a run."""
 
     def __init__(self, estimates: Estimates, rates: Rates, max_batch_size: int):
-        """Take all open documents. max_batch_size: documents that a worker decodes at once."""
         self._rates, self._batch, self._num_documents = rates, max_batch_size, len(estimates)
         prefill_s = rates.prefill * estimates.num_prompt_tokens.astype(np.float64)
         decode_s = (
@@ -168,10 +150,10 @@ class Outlook:
         )
         seconds = prefill_s + decode_s
         self._busy_s = float(seconds.sum())
-        """Seconds that one worker would be at work, without loading."""
+        """Seconds of work for a single worker, without loading."""
         self._longest_s = float(seconds.max(initial=0.0))
         self._last_s = float((prefill_s + max_batch_size * decode_s).max(initial=0.0))
-        """Seconds of the longest document if its neighbours keep it as slow as in a full batch."""
+        """Seconds of the longest document at the speed of a full batch."""
         squares = float((seconds**2).sum()) / self._busy_s**2 if self._busy_s else 0.0
         deviation = rates.spread * math.sqrt(1 / rates.num_documents + squares)
         exponent = math.hypot(
@@ -180,11 +162,10 @@ class Outlook:
         self._factor = math.exp(min(exponent, math.log(MOST_UNCERTAIN)))
 
     def lasts(self, workers: int) -> Forecast:
-        """Forecast the time that so many workers take, loading included; more than documents are of
-        no use.
+        """Predict the time for `workers`, loading included.
 
-        No order of the work beats an even share and the longest document. An order that leaves no
-        place empty while documents wait exceeds the even share by that document at most.
+        At best, the work is divided evenly, or the longest document decides. A schedule without
+        idle slots exceeds the even share by at most this document.
         """
         workers = max(1, min(workers, self._num_documents))
         even_s = self._busy_s / workers
@@ -202,10 +183,10 @@ class Outlook:
         )
 
     def workers_within(self, limit_s: float, *, surely: bool) -> int | None:
-        """Return the fewest workers that are done within `limit_s`; None if no number of workers
-        is.
+        """Return the fewest workers that finish within `limit_s`, or None.
 
-        surely: the upper bound must lie within the limit, too.
+        Args:
+            surely: Compare the upper bound instead of the likely time.
         """
         for workers in range(1, max(1, min(self._num_documents, MAX_WORKERS)) + 1):
             forecast = self.lasts(workers)
@@ -215,10 +196,9 @@ class Outlook:
 
 
 def draw_sample(estimates: Estimates, size: int, seed: int) -> list[DocumentKey]:
-    """Draw documents for a calibration, longest first; all, if there are no more than `size`.
+    """Draw up to `size` documents, each with probability proportional to its tokens; longest first.
 
-    A document is drawn by its share of all tokens. So long documents, of which there are few, are
-    represented by the share of the time that they take.
+    Long documents are rare, and this represents them by their share of the time.
     """
     positions = np.flatnonzero(estimates.num_prompt_tokens)
     if len(positions) > size:
@@ -238,11 +218,15 @@ def calibrate(
     say: Callable[[str], None],
     factory: EngineFactory = load_engine,
 ) -> Rates:
-    """Decode documents with one real worker, and return the rates of the pair where the worker ran.
+    """Decode a sample on a worker and return its rates.
 
-    say: takes a line about the progress. factory: makes the worker's engine, on the worker. Raises
-    RefusedError if there are too few documents or no worker can run here, RunError if the
-    worker fails or there is no Ray, and InterruptedRunError.
+    Args:
+        say: Receives progress messages.
+        factory: Builds the engine, on the worker.
+
+    Raises:
+        RefusedError: There are too few documents, or no worker can run here.
+        RunError: There is no Ray, or the worker failed.
     """
     check_machine(prepared.config)
     config = prepared.config
@@ -288,11 +272,10 @@ def _decode(
     size: int,
     wait: Callable[[list[Any]], tuple[Any, Any]],
 ) -> dict[DocumentKey, Outcome]:
-    """Decode the last document alone, to warm up, then the sample in full batches of `size`.
+    """Decode the last document to warm up, then the sample in full batches of `size`.
 
-    While the last documents of the sample run, a short one is decoded again and again beside them.
-    Otherwise the rates would be those of a batch that empties, which a long run sees only at its
-    end. wait: `_first_answer`.
+    While the batch empties at the end, a short document fills it up. Rates of a partly empty batch
+    would not apply to a long run.
     """
     numbers, waiting, outcomes = itertools.count(), list(sample), dict[DocumentKey, Outcome]()
 
@@ -301,7 +284,7 @@ def _decode(
 
     wait([hand_out(sample[-1])])
     running: dict[Any, DocumentKey | None] = {}
-    """The calls, each with its document if that is of the sample."""
+    """Calls in progress; None for a filler."""
     while len(outcomes) < len(sample):
         while len(running) < size:
             key = waiting.pop(0) if waiting else None
@@ -313,10 +296,7 @@ def _decode(
 
 
 def _first_answer(calls: list[Any], interrupt: Interrupt, limit_s: float) -> tuple[Any, Any]:
-    """Wait for the first of some calls to end; return it with its answer.
-
-    Raises RunError if it failed or none ends within `limit_s`, and InterruptedRunError.
-    """
+    """Wait for the first call to end; return the call and its answer."""
     give_up_at = time.monotonic() + limit_s
     done: list[Any] = []
     while not done:
@@ -330,12 +310,10 @@ def _first_answer(calls: list[Any], interrupt: Interrupt, limit_s: float) -> tup
         raise RunError(f"the worker of the calibration failed: {last_line(error)}") from error
 
 
-# The plan
-
 WIDTH = 80
-"""Columns of a terminal, within which tables stay."""
+"""Maximum width of tables, in columns."""
 _OVER_LENGTH = {"error": "error rows", "parts": "summarised in parts"}
-"""What becomes of documents over the prompt limit; under all other policies they are cut."""
+"""Outcome of documents over the prompt limit; other policies cut them."""
 _REJECTED = {
     "null text": "NullText",
     "empty text": "EmptyText",
@@ -343,7 +321,7 @@ _REJECTED = {
     "max_new_tokens below 1": "BadMaxNewTokens",
     "no room for a document": "PromptTooLong",
 }
-"""Checks whose rows become error rows of a class."""
+"""Checks, and the error class of rows that fail them."""
 _MEMORY = {
     "target_weights": "weights of the target",
     "draft_weights": "weights of the draft",
@@ -362,13 +340,15 @@ def dry_run(
     by: datetime | None = None,
     calibrate: Calibrate | None = None,
 ) -> Values:
-    """Plan a start and return what it would do as JSON values, without writing anything into the
-    output folder.
+    """Plan a start and return the plan as JSON values.
 
-    by: time at which the run must be done; the plan says with how many workers it is. calibrate:
-    measures the pair's rates; without it nothing is loaded and the time is not known. Raises
-    OtherRunError if the folder holds another run, OutputError, RefusedError and RunError, and
-    what `calibrate` raises.
+    Args:
+        by: Time by which the run must be done; the plan then says how many workers it takes.
+        calibrate: Measures the rates; without it there is no forecast.
+
+    Raises:
+        OtherRunError: The folder holds another run.
+        RunError: The input or the output cannot be read, or the calibration failed.
     """
     with reading(prepared.output):
         check_retry(prepared)
@@ -404,10 +384,10 @@ def dry_run(
 
 
 def parse_time(text: str, now: datetime) -> datetime:
-    """Read `HH:MM`, which is the next time that a clock here shows it, or a time of ISO 8601.
-    Raises RefusedError.
+    """Parse `HH:MM` (the next such time) or an ISO 8601 time, by default in the local zone.
 
-    A time without a zone is in the zone of this machine's clock. now: with its zone.
+    Raises:
+        RefusedError: The time is malformed or past.
     """
     here = now.astimezone().replace(tzinfo=None)
     try:
@@ -427,7 +407,7 @@ def parse_time(text: str, now: datetime) -> datetime:
 
 
 def describe_dry_run(plan: Values) -> str:
-    """Describe the plan for people."""
+    """Format a plan for people."""
     checks = [
         (
             each["check"],
@@ -457,9 +437,7 @@ def describe_dry_run(plan: Values) -> str:
 
 
 def _say_of_machine(prepared: Prepared) -> str | None:
-    """Say why no run can start on this machine, which may only plan, or that it has room for few
-    workers.
-    """
+    """Explain why no run can start here, or that few workers fit; else None."""
     try:
         check_machine(prepared.config)
     except RefusedError as error:
@@ -468,7 +446,7 @@ def _say_of_machine(prepared: Prepared) -> str | None:
 
 
 def _timing(prepared: Prepared, plan: Plan, rates: Rates | None, by: datetime | None) -> Values:
-    """Return the parts of the plan that need rates; all None without."""
+    """Return the time-related parts of the plan, all None without `rates`."""
     if rates is None:
         return dict.fromkeys(("rates", "forecast", "documents_per_hour", "by", "cost"))
     config = prepared.config
@@ -490,9 +468,7 @@ def _timing(prepared: Prepared, plan: Plan, rates: Rates | None, by: datetime | 
 
 
 def _cost(forecast: Forecast, price: float | None) -> dict[str, float] | None:
-    """Return what the workers cost, each paid from the begin, loading included, to the end; None
-    without a price.
-    """
+    """Return the price of the workers from start to end; None without a price."""
     if price is None:
         return None
     hours, low, high = (forecast.workers * seconds / 3600 for seconds in _span(forecast))
@@ -505,9 +481,6 @@ def _cost(forecast: Forecast, price: float | None) -> dict[str, float] | None:
 
 
 def _by(outlook: Outlook, by: datetime) -> Values:
-    """Return with how many workers the run is done at a time, if it starts now; None if with
-    none.
-    """
     left_s = by.timestamp() - time.time()
     return {
         "time": by.isoformat(timespec="minutes"),
@@ -517,9 +490,7 @@ def _by(outlook: Outlook, by: datetime) -> Values:
 
 
 def _checks(prepared: Prepared, plan: Plan) -> list[Values]:
-    """List the checks of the rows to do: `check`, `rows` found (None: not checked) and the
-    `outcome` for such rows.
-    """
+    """List the checks of the open rows, with their counts and outcomes. None: not counted."""
     policies = [task.config.prompt.length_policy for task in prepared.tasks]
     policy = "error" if "error" in policies else policies[0]
     counts = plan.rejected
@@ -540,7 +511,7 @@ def _checks(prepared: Prepared, plan: Plan) -> list[Values]:
 
 
 def describe_memory(plan: Values) -> list[Section | str]:
-    """Describe `memory_gib` and `cache` of a plan in a table and a sentence."""
+    """Format the memory parts of a plan."""
     sizes = plan["memory_gib"]
     named = {title: sizes[name] for name, title in _MEMORY.items() if sizes[name] >= 0.0005}
     named["together"] = sum(sizes.values())

@@ -1,7 +1,6 @@
-"""The Ray of a run: the variables that it reads when it is imported, the connection to it, and room
-for workers.
+"""The Ray of a run: its environment variables, the connection, and room for workers.
 
-Imports Ray and torch only inside functions, because `prepare_environment` sets what they read.
+Ray and torch are imported inside functions, after `prepare_environment` has set their variables.
 """
 
 from __future__ import annotations
@@ -30,62 +29,55 @@ if TYPE_CHECKING:  # they import torch
     from specextend.config import JobOptions, RunConfig
 
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""The variable that `ray job submit` sets for the driver."""
+"""Set by `ray job submit` for the driver."""
 LOCAL_OBJECT_STORE_BYTES = 100 << 20
-"""Size of the object store of a private Ray: nothing large goes through it."""
+"""Object store of a private Ray. Only small objects pass through it."""
 _LEAST_ADDRESSES = 4 << 30
-"""Bytes of addresses of a process with which Ray starts; with 3.1 GiB it waits for a minute, with
-less it aborts.
-"""
+"""Address space needed to start Ray. With 3.1 GiB it hangs for a minute; with less it aborts."""
 _LEAST_ROOM = 32 << 20
-"""Bytes of a disk for the logs and sockets of a private Ray."""
+"""Free disk space needed for the logs and sockets of a private Ray."""
 _LEAST_FILES = 128
-"""Open files of a process with which Ray starts and a run has some to spare; with 40 Ray waits for
-half a minute.
-"""
+"""Open files needed to start Ray and run. With 40, Ray hangs for half a minute."""
 KNOCK_S = 10.0
-"""Seconds in which the head must accept a connection."""
+"""Seconds for the head to accept a connection."""
 _LONGEST_PARENT = 29
-"""Bytes of a folder in which the folder of a Ray can be made: the path of a socket has at most
-107.
-"""
+"""Maximum path length of the folder around a private Ray. Socket paths are limited to 107 bytes."""
 _TAKE_BACK_S = 0.001
-"""Seconds between two calls that take SIGTERM back while Ray shuts down."""
+"""Seconds between two attempts to regain SIGTERM while Ray shuts down."""
 
 
 def is_submitted(environment: MutableMapping[str, str]) -> bool:
-    """Return True for the driver of `ray job submit`, whose current folder is a temporary copy."""
+    """Return True in a driver of `ray job submit`, whose working directory is a temporary copy."""
     return SUBMITTED in environment
 
 
 def prepare_environment(environment: MutableMapping[str, str]) -> None:
-    """Set the variables that the user has not set, so that a Ray which the job starts is private.
+    """Set the variables of a private Ray that the user has not set.
 
-    It listens on loopback, asks for a token that nobody else knows and reports nothing. Without
-    `RAY_ADDRESS` the job starts such a Ray; by default it would join any Ray that was left running
-    on this machine.
+    Such a Ray listens on loopback, requires a secret token and sends no usage statistics. Ray's
+    default would be to join any Ray running on this machine.
     """
     environment.setdefault("RAY_DEDUP_LOGS", "0")
-    # no colour codes before the workers' lines on stderr
+    # no colour codes in worker output on stderr
     environment.setdefault("RAY_COLOR_PREFIX", "0")
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_ADDRESS", "local")
     if environment["RAY_ADDRESS"] != "local":
-        # tries of 40 s; by default 20 of them
+        # an attempt takes 40 s; the default is 20 attempts
         environment.setdefault("RAY_gcs_server_port_wait_time_s", "2")
         return
-    # Ray's own 15 leaves the cores to anything else that runs
+    # the default, 15, yields the cores to other programs
     environment.setdefault("RAY_worker_niceness", "0")
-    # loopback only, on Linux too, despite its name
+    # loopback only; applies to Linux despite its name
     environment.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    # else a process for each core, all at once
+    # the default starts a process per core at once
     environment.setdefault("RAY_prestart_worker_first_driver", "0")
-    # Ray connects to its own store before that listens, and would try again only after a second.
+    # Ray connects to its store too early, and by default retries only after a second
     environment.setdefault("RAY_raylet_client_connect_timeout_milliseconds", "20")
     environment.setdefault("RAY_raylet_client_num_connect_attempts", "500")
     if "RAY_AUTH_MODE" not in environment:
         environment["RAY_AUTH_MODE"] = "token"
-        # else Ray would write one into the home folder
+        # the default writes a token into the home folder
         environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
@@ -95,7 +87,7 @@ def is_local() -> bool:
 
 
 def num_cores() -> int:
-    """Count the CPU cores that this process may use."""
+    """Return the number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0))
 
 
@@ -104,14 +96,14 @@ Node = tuple[float, float]
 
 
 def this_machine() -> Node:
-    """Count what a private Ray has to give to workers."""
+    """Return the cores and GPUs of this machine."""
     import torch
 
     return num_cores(), torch.cuda.device_count()
 
 
 def nodes_up() -> list[Node]:
-    """List what each node of the cluster that was joined has to give to workers."""
+    """List the cores and GPUs of each live node of the cluster."""
     import ray
 
     alive = (node["Resources"] for node in ray.nodes() if node["Alive"])
@@ -119,8 +111,8 @@ def nodes_up() -> list[Node]:
 
 
 def cores_per_worker(job: JobOptions, nodes: Sequence[Node]) -> int:
-    """Return `job.cpus_per_worker`; `auto` is the largest number that leaves room for all workers,
-    and at least 1.
+    """Resolve `job.cpus_per_worker`. `auto` is the largest number that fits all workers, at least
+    1.
     """
     if job.cpus_per_worker != "auto":
         return job.cpus_per_worker
@@ -132,7 +124,7 @@ def cores_per_worker(job: JobOptions, nodes: Sequence[Node]) -> int:
 
 
 def _room(job: JobOptions, nodes: Sequence[Node], cores_each: int) -> int:
-    """Count the workers that nodes have room for at a time, each with so many cores."""
+    """Count the workers that fit on `nodes` at a time."""
     each = job.gpus_per_worker
     return sum(
         int(min(cores // cores_each, gpus / each if each else math.inf)) for cores, gpus in nodes
@@ -140,8 +132,12 @@ def _room(job: JobOptions, nodes: Sequence[Node], cores_each: int) -> int:
 
 
 def check_limits() -> None:
-    """Raise RefusedError if the limits of this process are too low for a private Ray, which would
-    not say so, and RunError if there is no room for its folder.
+    """Check that process limits and disk space suffice for a private Ray, which would hang
+    silently.
+
+    Raises:
+        RefusedError: A limit is too low.
+        RunError: The disk is full.
     """
     wanted = {
         "GiB of addresses (ulimit -v)": (resource.RLIMIT_AS, _LEAST_ADDRESSES, 1 << 30),
@@ -156,12 +152,10 @@ def check_limits() -> None:
 
 
 def check_resources(job: JobOptions) -> None:
-    """Raise RefusedError if this machine could never give a worker what it needs: a private Ray
-    would wait for ever.
-    """
+    """Raise RefusedError if a worker needs more than this machine has; Ray would wait forever."""
     check_limits()
     cores, gpus = this_machine()
-    # of both it is the GPU that matters
+    # the GPU is the more useful message if both are missing
     for key, count in (("gpus_per_worker", gpus), ("cpus_per_worker", cores)):
         wanted = getattr(job, key)
         if wanted != "auto" and wanted > count:
@@ -169,19 +163,16 @@ def check_resources(job: JobOptions) -> None:
 
 
 def settle_cores(config: RunConfig) -> RunConfig:
-    """Return the configuration with a number in the place of `job.cpus_per_worker: auto`, by the
-    nodes that are up.
-    """
+    """Replace `job.cpus_per_worker: auto` by a number for the current nodes."""
     cores = cores_per_worker(config.job, nodes_up())
     return config.model_copy(update={"job": replace(config.job, cpus_per_worker=cores)})
 
 
 def say_room(job: JobOptions) -> str | None:
-    """Say that a private Ray has room for fewer workers than `job.workers`, or a cluster for none;
-    None otherwise.
+    """Warn if a private Ray has too little room for the workers, or a cluster has none.
 
-    A cluster that grows may start a node with room. In any other the job would wait in silence
-    until `JobOptions.silence_s`. Needs a Ray if that is not private.
+    Without a warning, the job would wait silently for `JobOptions.silence_s`. A cluster may still
+    grow.
     """
     nodes = [this_machine()] if is_local() else nodes_up()
     fit = min(job.workers, _room(job, nodes, cores_per_worker(job, nodes)))
@@ -197,22 +188,19 @@ def say_room(job: JobOptions) -> str | None:
 
 
 class WorkerActor:
-    """A worker as Ray sees it: it imports at once, which takes seconds, and knows its run only when
-    that is planned.
-    """
+    """Ray actor around `Worker`. It imports slow modules at once, and learns its run in `ready`."""
 
     def __init__(self) -> None:
-        """Import what a worker needs."""
         import specextend.cluster.worker as module
 
         self._make = module.Worker
 
     async def begun(self) -> str:
-        """Answer as soon as there is a process, with its host."""
+        """Return the host name as soon as the process runs."""
         return os.uname().nodename
 
     async def ready(self, *options: Any) -> Any:
-        """Load the models. options: those of `Worker`."""
+        """Load the models. Takes the arguments of `Worker`."""
         self._worker = self._make(*options)
         return await self._worker.ready()
 
@@ -221,16 +209,12 @@ class WorkerActor:
         return await self._worker.run(*lease)
 
     async def progress(self) -> Any:
-        """Report what has been decoded."""
+        """Report the decoding progress."""
         return await self._worker.progress()
 
 
 def early_ray(job: JobOptions, output: str, interrupt: Interrupt) -> EarlyRay | None:
-    """Begin to start a private Ray if the run will need one; what a folder holds already may be
-    complete, or another run.
-
-    output: the folder of the run.
-    """
+    """Start a private Ray early, unless `output` already holds a run, which may be complete."""
     is_joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     if is_joined or not is_local() or os.path.exists(os.path.join(output, "_run")):
         return None
@@ -238,8 +222,8 @@ def early_ray(job: JobOptions, output: str, interrupt: Interrupt) -> EarlyRay | 
 
 
 def start_worker(job: JobOptions) -> Any:
-    """Start an actor with the resources of one worker. The driver replaces actors that die, Ray
-    does not.
+    """Start an actor with a worker's resources. Dead actors are replaced by the driver, not by
+    Ray.
     """
     import ray
 
@@ -250,12 +234,11 @@ def start_worker(job: JobOptions) -> Any:
 
 
 class EarlyRay(ExitStack):
-    """A private Ray that comes up, and whose workers import what they need, while this process does
-    the same.
+    """A private Ray that starts, with its workers' imports, in parallel to this process's
+    imports.
     """
 
     def __init__(self, job: JobOptions, interrupt: Interrupt):
-        """Begin to start it."""
         super().__init__()
         self._interrupt = interrupt
         # Ray's processes end with the thread that started them
@@ -266,29 +249,28 @@ class EarlyRay(ExitStack):
         self.enter_context(connected(self._interrupt))
         nodes = nodes_up()
         cores = cores_per_worker(job, nodes)
-        # Any other would wait for a place that one of these has, and might never use.
+        # a further actor would wait for resources it may never need
         num_workers = min(job.workers, _room(job, nodes, cores))
         return [start_worker(replace(job, cpus_per_worker=cores)) for _ in range(num_workers)]
 
     def __enter__(self) -> list[Any]:  # type: ignore[override]
-        """Wait until it is up; return its workers. Raises what `connected` raises."""
+        """Wait for Ray and return its workers. Raises as `connected`."""
         workers = self._workers.result()
         self._interrupt.install()
         return workers
 
     def close(self) -> None:
-        """Shut it down if it is up."""
+        """Shut Ray down if it is up."""
         wait([self._workers])
         super().close()
 
 
 @contextmanager
 def connected(interrupt: Interrupt) -> Iterator[list[Any]]:
-    """Connect to Ray for a `with` block: to the cluster that this process has joined already, to a
-    private one (`RAY_ADDRESS=local`), or to the one that `ray.init()` finds.
+    """Connect to Ray: the one already joined, a private one, or the one found by `ray.init()`.
 
-    Yields the workers that have been started; here none. `interrupt` takes SIGTERM back whenever
-    Ray has taken it. Raises RunError and InterruptedRunError.
+    Yields an empty list, in place of the early workers of `EarlyRay`. Raises RunError, or
+    InterruptedRunError if the run is told to stop.
     """
     import ray
 
@@ -304,10 +286,10 @@ def connected(interrupt: Interrupt) -> Iterator[list[Any]]:
 
 @contextmanager
 def _attached(interrupt: Interrupt, folder: str) -> Iterator[None]:
-    """Connect to Ray for a `with` block. folder: of a private one."""
+    """Connect to Ray for a `with` block; `folder` is empty unless Ray is private."""
     try:
         _connect(folder)
-    except SystemExit:  # raised by Ray's own handler of SIGTERM while it starts
+    except SystemExit:  # raised by Ray's SIGTERM handler while it starts
         _shut_down(interrupt)
         interrupt.tell("SIGTERM received")
         interrupt.check()
@@ -320,7 +302,7 @@ def _attached(interrupt: Interrupt, folder: str) -> Iterator[None]:
     interrupt.install()
     over = _watch(interrupt) if folder else Event()
     try:
-        interrupt.check()  # Ray may have swallowed what its own handler raised
+        interrupt.check()  # Ray may have swallowed its handler's exception
         yield
     finally:
         over.set()
@@ -328,10 +310,9 @@ def _attached(interrupt: Interrupt, folder: str) -> Iterator[None]:
 
 
 def _watch(interrupt: Interrupt) -> Event:
-    """Tell the run to stop when a process of its private Ray ends before the event that is returned
-    is set.
+    """Tell the run to stop if a process of its private Ray ends before the returned event is set.
 
-    Ray ends this process then, seconds or a minute later, and says nothing of what to do.
+    Otherwise Ray would end this process up to a minute later, without advice for the user.
     """
     from ray._private import worker
 
@@ -348,12 +329,10 @@ def _watch(interrupt: Interrupt) -> Event:
 
 
 def _parent() -> str:
-    """Return the folder in which the folder of a private Ray is made. Raises RunError if it has
-    no room, for which Ray would wait half a minute.
-    """
+    """Return the parent folder of a private Ray's folder. Raise RunError if the disk is full."""
     places = map(os.path.abspath, (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp"))
     parent = next(place for place in places if len(os.fsencode(place)) <= _LONGEST_PARENT)
-    with suppress(OSError):  # `make_temporary` says it
+    with suppress(OSError):  # `make_temporary` reports it
         if (free := shutil.disk_usage(parent).free) < _LEAST_ROOM:
             raise RunError(
                 f"{parent} has room for {free >> 20} MiB, and Ray's logs and sockets need "
@@ -364,11 +343,9 @@ def _parent() -> str:
 
 @contextmanager
 def _private_folder() -> Iterator[str]:
-    """Make a folder for a Ray that no other user can enter; remove it at the end, also if that
-    comes by force.
+    """Make a folder for a private Ray that other users cannot enter; remove it in any case.
 
-    In Ray's own one, which is everybody's, another user could put a socket in the place of one of
-    ours.
+    In Ray's default folder, another user could replace a socket.
     """
     try:
         folder = make_temporary(_parent(), "sx-")
@@ -383,9 +360,7 @@ def _private_folder() -> Iterator[str]:
 
 
 def _shut_down(interrupt: Interrupt) -> None:
-    """Shut Ray down, and keep taking SIGTERM back meanwhile: near its end Ray makes that signal
-    deadly.
-    """
+    """Shut Ray down while regaining SIGTERM, which Ray makes deadly near its end."""
     import ray
 
     with ThreadPoolExecutor(1) as pool:
@@ -406,8 +381,8 @@ def _connect(folder: str) -> None:
                 num_cpus=num_cores(),
                 include_dashboard=False,
                 object_store_memory=LOCAL_OBJECT_STORE_BYTES,
-                logging_level=logging.ERROR,  # it warns of other threads than the main one
-                _temp_dir=f"{folder}/ray",  # which Ray lets everybody into
+                logging_level=logging.ERROR,  # it warns about other threads than the main thread
+                _temp_dir=f"{folder}/ray",  # Ray makes this folder accessible to everybody
             )
     else:
         _knock(os.environ.get("RAY_ADDRESS", ""))
@@ -416,9 +391,7 @@ def _connect(folder: str) -> None:
 
 @contextmanager
 def _tmpdir(folder: str) -> Iterator[None]:
-    """Let processes that are started meanwhile keep temporary files in a folder that goes with
-    Ray's, because workers are killed.
-    """
+    """Set TMPDIR for child processes: killed workers cannot clean up, but the folder is removed."""
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = folder
     try:
@@ -431,13 +404,11 @@ def _tmpdir(folder: str) -> Iterator[None]:
 
 @contextmanager
 def _bare_head() -> Iterator[None]:
-    """Start no autoscaler and no server of the dashboard with a Ray: `ray.init` waits for both, and
-    has no option.
-    """
+    """Start Ray without its autoscaler and dashboard servers, a long wait that no option avoids."""
     from ray._private.node import Node
 
     def leave_out(node: Any, **_: object) -> None:
-        # any: for Ray's own a second Ray waits seconds, in vain
+        # any value: waiting for the default port would take seconds
         node._ray_params.dashboard_agent_listen_port = 0
 
     started = {
@@ -455,7 +426,7 @@ def _bare_head() -> Iterator[None]:
 
 
 def _knock(address: str) -> None:
-    """Raise OSError if nobody listens at `host:port`: Ray itself would try for minutes."""
+    """Raise OSError if nobody listens at `host:port`, because Ray would retry for minutes."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdecimal() and "/" not in host:
         try:

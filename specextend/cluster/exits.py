@@ -1,7 +1,6 @@
-"""The end of a run: exit codes, the exceptions that stand for them, and requests to stop.
+"""Exit codes, their exceptions, and requests to stop.
 
-SIGTERM, SIGINT or the job's deadline ask the run to stop: finished work is committed, then it exits
-with 75.
+After SIGTERM, SIGINT or the job's deadline, a run commits finished work and exits with 75.
 """
 
 import _thread
@@ -26,19 +25,14 @@ EXIT_LOCKED = 4
 EXIT_OTHER_RUN = 5
 EXIT_INTERRUPTED = 75
 GRACE_S = 20.0
-"""Seconds that a run which was told to stop has to commit finished work before its process is ended
-by force.
-"""
+"""Seconds to commit finished work after a request to stop, before the process is killed."""
 LAST_S = 3.0
-"""Seconds that the last call may take before the process is ended by force."""
+"""Seconds for the last call before the process is killed."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class RunError(Exception):
-    """An end of a run whose message tells the user what to do: it is printed without a traceback.
-
-    Its code is 1 where no other is given: no Ray, no worker, no store. What is done is kept.
-    """
+    """End of a run, with a message for the user instead of a traceback. Committed work is kept."""
 
     exit_code = EXIT_FAILED
 
@@ -48,40 +42,34 @@ class RunError(Exception):
 
 
 class RefusedError(RunError, ValueError):
-    """A configuration or an input that cannot be run, said in one line before a model is loaded:
-    exit 2.
-    """
+    """Unusable configuration or input, reported before a model is loaded (exit 2)."""
 
     exit_code = EXIT_REFUSED
 
 
 class OtherRunError(RunError, ValueError):
-    """The output folder belongs to another run, and the message says what differs: exit 5."""
+    """The output folder belongs to another run; the message lists the differences (exit 5)."""
 
     exit_code = EXIT_OTHER_RUN
 
 
 class OutputError(RunError):
-    """The output folder cannot be read or written: exit 1. Committed work is kept; run again to
-    resume.
-    """
+    """The output folder cannot be read or written (exit 1)."""
 
 
 class InterruptedRunError(Exception):
-    """The run was told to stop: exit 75. Run again to resume."""
+    """The run was told to stop; run again to resume (exit 75)."""
 
     exit_code = EXIT_INTERRUPTED
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code of a run that ended with this exception."""
+    """Return the exit code of a run that ended with `error`."""
     return error.exit_code if isinstance(error, RunError | InterruptedRunError) else EXIT_FAILED
 
 
 def exit_code_of_command(error: ValueError | OSError) -> int:
-    """Return the exit code of a command that ended with an error which is no RunError: 1 if a later
-    try may succeed.
-    """
+    """Return the exit code of a command outside a run: 1 if a later try may succeed, else 2."""
     from specextend.model_files import HubUnreachableError  # it imports huggingface_hub
 
     is_store = isinstance(error, InputUnreachableError | HubUnreachableError) or (
@@ -91,17 +79,13 @@ def exit_code_of_command(error: ValueError | OSError) -> int:
 
 
 def reading(output: Location) -> AbstractContextManager[None]:
-    """Open a block that reads what a run has written. Raises OutputError if the file system
-    refuses.
-    """
+    """Convert OSError to OutputError around reads from the output folder."""
     return writing(output, "cannot be read")
 
 
 @contextmanager
 def writing(output: Location, what: str = "cannot be written to") -> Iterator[None]:
-    """Open a block that writes to an output folder. Raises OutputError if the file system
-    refuses.
-    """
+    """Convert OSError to OutputError around writes to the output folder."""
     try:
         yield
     except OSError as error:
@@ -110,41 +94,37 @@ def writing(output: Location, what: str = "cannot be written to") -> Iterator[No
 
 
 class Interrupt:
-    """A flag that the run was told to stop. Call `check` often: the flag alone stops nothing.
+    """A request to stop the run, to be polled with `check`.
 
-    If the run has not stopped `GRACE_S` later, the process ends itself with 75, so that nobody has
-    to kill it. This works even while the main thread is inside a library and runs no signal
-    handler.
+    If the run has not stopped after `GRACE_S`, the process ends itself with exit code 75. This
+    works even while the main thread is stuck in a library and cannot run signal handlers.
     """
 
     def __init__(self, grace_s: float | None = None, deadline_s: float = 0.0):
-        """Watch for requests to stop.
+        """Watch for requests.
 
-        grace_s: in place of GRACE_S. deadline_s: seconds from now after which the run is told to
-        stop; 0: never.
+        Args:
+            grace_s: Replaces `GRACE_S`.
+            deadline_s: Seconds after which the run is told to stop; 0 sets no deadline.
         """
         self.last: Callable[[], None] = lambda: None
-        """The last call before the process is ended by force; it runs on another thread and must be
-        quick.
-        """
+        """Last call before the process is killed. Must be quick; runs on another thread."""
         self._grace_s = GRACE_S if grace_s is None else grace_s
         self.reason = ""
-        """Why the run was told to stop; empty if it was not."""
+        """Reason of the request; empty without a request."""
         self._told = threading.Event()
         self._over = threading.Event()
         self._wakeup: int | None = None
-        """The pipe into which the system writes the number of each signal at once, whatever the
-        main thread does.
-        """
+        """Pipe for signal numbers, filled by the system even if the main thread is stuck."""
         threading.Thread(
             target=self._watch, args=(deadline_s or None,), name="grace", daemon=True
         ).start()
 
     def install(self) -> None:
-        """Take over SIGTERM and SIGINT. Call it again after ray.init(), which installs handlers of
-        its own.
+        """Take over SIGTERM and SIGINT. Call again after ray.init(), which replaces the
+        handlers.
         """
-        if threading.current_thread() is not threading.main_thread():  # which alone can
+        if threading.current_thread() is not threading.main_thread():  # only the main thread can
             _thread.interrupt_main(signal.SIGURG)
             return
         signal.signal(signal.SIGURG, lambda *_: self.install())
@@ -159,17 +139,17 @@ class Interrupt:
             signal.signal(number, self._handle)
 
     def check(self) -> None:
-        """Raise InterruptedRunError once the run was told to stop."""
+        """Raise InterruptedRunError after a request to stop."""
         if self.reason:
             raise InterruptedRunError(self.reason)
 
     def tell(self, reason: str) -> None:
-        """Tell the run to stop."""
+        """Request a stop."""
         self.reason = self.reason or reason
         self._told.set()
 
     def disarm(self) -> None:
-        """Leave the process alone from now on, because the run has ended by itself."""
+        """Stop watching, because the run has ended."""
         self._over.set()
         self._told.set()
 
@@ -189,16 +169,14 @@ class Interrupt:
 
 
 def end_process(code: int, last: Callable[[], object]) -> None:
-    """End the process from any thread, whatever the others do, after a last call that may raise or
-    never return.
-    """
+    """End the process from any thread, after a last call that may raise or hang."""
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
 
-    # The folder of a Ray last: without it Ray's processes end, and take this one along.
+    # Ray's folder goes last: without it, Ray's processes end and kill this one
     for call in (last, flush, remove_all):
         thread = threading.Thread(target=call, daemon=True)
         thread.start()

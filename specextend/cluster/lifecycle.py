@@ -1,4 +1,7 @@
-"""A run from its configuration to its exit code: check, lock, plan, decode, finalize."""
+"""A run from its configuration to its exit code: check, lock, plan, decode, finalize.
+
+Start with `run_job`.
+"""
 
 import os
 import secrets
@@ -76,11 +79,9 @@ from specextend.loading import load_engine
 from specextend.report import RunFigures, write_report
 
 _REFUSED_ROWS = 4096
-"""Rows that no model has to see in one commit."""
+"""Error rows per commit, for rows rejected before decoding."""
 EXTRA_LEASES = 2
-"""Leases that wait at a worker in addition to those that it decodes, while there are many
-documents.
-"""
+"""Leases queued at a worker beyond its batch, while many documents wait."""
 FORCED = "ended by force; what was committed is there, run again to resume"
 
 
@@ -94,11 +95,16 @@ def run_job(
     factory: EngineFactory = load_engine,
     ray: AbstractContextManager[list[Any]] | None = None,
 ) -> int:
-    """Run or resume a job. Returns the exit code, 0 or 3.
+    """Run or resume a job and return the exit code, 0 or 3.
 
-    report: writes the run's report; takes what `write_report` takes. factory: makes a worker's
-    engine, on the worker. ray: connects to a Ray, in place of `connected`. Raises the exceptions of
-    `exits.py`, and any that nobody foresaw.
+    Args:
+        report: Writes the report; takes the arguments of `write_report`.
+        factory: Builds the engine, on the worker.
+        ray: Connects to Ray, in place of `connected`.
+
+    Raises:
+        RunError: The run failed; its exit code says how.
+        InterruptedRunError: The run was told to stop.
     """
     interrupt.last = lambda: display.note(
         f"interrupted: {interrupt.reason}; nothing was decoded, run again", "run_ended"
@@ -118,7 +124,7 @@ def run_job(
     lock = OutputLock(prepared.output, secrets.token_hex(4))
     with held(lock, display.note, interrupt.check):
         with reading(prepared.output):
-            check_retry(prepared)  # another driver may have begun a run while this one waited
+            check_retry(prepared)  # another driver may have begun a run in the meantime
         prepared = replace(prepared, output=prepared.output.behind(lock.check))
         record = StartRecord(
             prepared.output,
@@ -143,7 +149,7 @@ def run_job(
 
 @dataclass(slots=True)
 class _LockedRun:
-    """A run that holds its output folder, from its start to its exit code."""
+    """A run with a locked output folder."""
 
     prepared: Prepared
     lock: OutputLock
@@ -154,19 +160,17 @@ class _LockedRun:
     factory: EngineFactory
     ray: AbstractContextManager[list[Any]]
     figures: RunFigures = field(default_factory=RunFigures)
-    """Of all results, collected while they are put in order."""
+    """Figures of all results, collected by `finalize`."""
 
     def finish(self) -> int:
-        """Do what is left to do, and record the beginning and the end. Raises as `input_errors`
-        says.
-        """
+        """Finish the run and return its exit code. Raises as `input_errors`."""
         output = self.prepared.output
         display = self.display
         display.begin(self.lock.run_id)
         display.event("run_started", host=socket.gethostname(), pid=os.getpid())
         with writing(output):
             for folder in run_folders(output):
-                remove_temporary_files(folder)  # of drivers that were killed while they wrote
+                remove_temporary_files(folder)  # left by killed drivers
         code = self._complete()
         if code is None:
             with self._recorded(), input_errors():
@@ -190,7 +194,7 @@ class _LockedRun:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Record the beginning, and the end if it is a failure."""
+        """Record the start of the run, and its end if it fails."""
         display = self.display
         with writing(self.prepared.output):
             self.record.write()
@@ -207,25 +211,21 @@ class _LockedRun:
         except BaseException as error:
             code = exit_code(error)
             reason = first_line(error)
-            # If the disk is full or the lock lost, the error says so itself.
+            # the error already reports a full disk or a lost lock
             with suppress(OSError, RunError):
                 self.record.end(code, reason)
             display.event("run_ended", exit_code=code, reason=reason)
             raise
 
     def end_by_force(self) -> None:
-        """Let go of the folder and record the end, because the process is about to be ended by
-        force.
-        """
+        """Release the folder and record the end before the process is killed."""
         self.lock.release()
         message = f"the run did not stop within {GRACE_S:g} s: {FORCED}"
         self.display.note(message, "run_ended", exit_code=EXIT_INTERRUPTED)
         self.record.end(EXIT_INTERRUPTED, FORCED)
 
     def _complete(self) -> int | None:
-        """Say how a run of which nothing is left to do has ended, and return its exit code; None
-        for any other.
-        """
+        """Return the exit code of a run with nothing left to do, else None."""
         output = self.prepared.output
         with reading(output):
             is_done = read_success(output) is not None
@@ -249,7 +249,7 @@ class _LockedRun:
         return EXIT_TOO_MANY_ERRORS
 
     def _begin(self) -> tuple[Plan, Progress, Ledger] | None:
-        """Begin the run or go on with it; return what there is to decode, if there is anything."""
+        """Begin or resume the run; return the work to decode, or None."""
         output = self.prepared.output
         source = self.prepared.source
         with reading(output):
@@ -282,9 +282,6 @@ class _LockedRun:
         return plan, progress, ledger
 
     def _plan(self, keys: RowSet) -> Plan:
-        """Plan the rows, and say what there is to do. Raises InputError for a file that breaks
-        off.
-        """
         prepared = self.prepared
         begin = time.monotonic()
         plan = make_plan(prepared.source, prepared.tasks, keys, self.interrupt.check)
@@ -298,7 +295,7 @@ class _LockedRun:
         return plan
 
     def _refuse(self, plan: Plan, progress: Progress) -> None:
-        """Commit the error rows of the rows that no model has to see."""
+        """Commit error rows for the documents rejected by the plan."""
         writer = self._commit_writer()
         for begin in range(0, len(plan.refused), _REFUSED_ROWS):
             rows: list[Values] = []
@@ -313,9 +310,7 @@ class _LockedRun:
                 writer.commit(rows)
 
     def _refusal(self, key: DocumentKey) -> DocumentError:
-        """Find out why no model has to see a row. Raises what `Source.read` raises about the
-        input.
-        """
+        """Return the reason why the plan rejected a row."""
         row = None
         try:
             row = self.prepared.source.read(key)
@@ -335,7 +330,7 @@ class _LockedRun:
 
     @contextmanager
     def _workers(self, plan: Plan, progress: Progress, ledger: Ledger) -> Iterator[Driver]:
-        """Join a Ray, and make the driver of its workers, which end with the block."""
+        """Connect to Ray and make the driver. The workers end with the block."""
         with reading(self.prepared.output):
             tried = tried_before(self.prepared.output, progress)
         config = settle_batch_size(self.prepared.config, self.prepared.facts, plan)
@@ -357,7 +352,7 @@ class _LockedRun:
                     self.display.note(f"warning: {doubt}", "draft_doubted")
 
     def _plan_memory(self, config: RunConfig, plan: Plan) -> None:
-        """Record what a worker will hold, and say it."""
+        """Record and report the memory planned for a worker."""
         memory = plan_memory(config, self.prepared.facts, plan)
         self.record.plan(memory)
         if cache := memory["cache"]:
@@ -427,7 +422,7 @@ class _LockedRun:
         )
 
     def _conclude(self, counts: Counts) -> int:
-        """Write the report, the record and then, if enough rows are done, `_SUCCESS`.
+        """Write the report, the record and, if the run succeeded, `_SUCCESS`.
 
         Only the report can be interrupted.
         """

@@ -1,5 +1,6 @@
-"""The lock of an output folder, `_run/lock`: it keeps out other drivers on any machine while its
-heartbeat goes on.
+"""The lock of an output folder, `_run/lock`, which keeps out other drivers on any machine.
+
+A heartbeat keeps the lock alive. Start with `held`.
 """
 
 import fcntl
@@ -25,30 +26,26 @@ from specextend.data.storage import Location, delete, read_bytes, write_bytes
 
 HEARTBEAT_S = 10.0
 STALE_S = 60.0
-"""Seconds without a change of the lock after which anyone may take it over."""
+"""Seconds without a heartbeat after which anyone may take over the lock."""
 DOUBT_S = 45.0
-"""Seconds without a heartbeat after which a driver checks who holds its folder before it writes
-there; nobody can have taken it earlier.
-"""
+"""Seconds without a heartbeat after which a driver confirms its lock before it writes."""
 SETTLE_S = 2.0
-"""Seconds to wait if the file system cannot exclude a second writer: the last one wins, and the
-first one sees it.
-"""
+"""Seconds until a write race is decided, where files cannot be locked: the last writer wins."""
 CHECK_EVERY_S = 1.0
-"""Seconds between two checks of the lock of a driver that may be dead."""
+"""Seconds between two looks at the lock of a possibly dead driver."""
 UNKNOWN = "somebody whose _run/lock is no lock that this version knows"
 _RELEASES = 3
-"""Tries to remove a lock of ours."""
+"""Attempts to remove the lock."""
 BUSY_S = 2.0
-"""Seconds for which a lock is tried that another process examines, which takes it milliseconds."""
+"""Seconds to wait for another process to finish its look at the lock, which takes milliseconds."""
 _EVERY_S = 0.01
 LAST_S = 10.0
-"""Seconds that the end of a run waits for a heartbeat that does not return."""
+"""Seconds to wait for a hanging heartbeat at the end of a run."""
 
 
 @dataclass(frozen=True)
 class LockHolder:
-    """The driver that holds an output folder, as the lock names it."""
+    """The driver that holds an output folder."""
 
     run_id: str
     host: str
@@ -56,19 +53,17 @@ class LockHolder:
     heartbeat: float
     """Seconds since the epoch, by the holder's clock."""
     pid_namespace: str = ""
-    """Boot and process namespace of the host, without which the pid says nothing."""
+    """Boot and process namespace of the host, in which the pid is valid."""
 
     def is_gone(self, host: str) -> bool:
-        """Return True if its process ran on `host`, this machine, and is known to have ended."""
+        """Return True if the holder's process ran on `host`, this machine, and has ended."""
         here = _pid_namespace()
         if not here or (self.host, self.pid_namespace) != (host, here):
             return False
         return self.pid == os.getpid() or not os.path.exists(f"/proc/{self.pid}")
 
     def seems_alive(self, now: float) -> bool:
-        """Guess from the lock alone, by two clocks that may differ; to be certain, watch the
-        heartbeat.
-        """
+        """Guess whether the holder is alive, by comparing the clocks of two machines."""
         return abs(now - self.heartbeat) <= STALE_S and not self.is_gone(socket.gethostname())
 
     def __str__(self) -> str:
@@ -76,37 +71,33 @@ class LockHolder:
 
 
 def read_lock(output: Location) -> LockHolder | None:
-    """Read the holder that `_run/lock` names, alive or not; None if there is no lock, or a file
-    that is none.
-    """
+    """Return the holder named in `_run/lock`, alive or dead; None without a valid lock."""
     data = _read(output)
     return None if data is None else parse_lock(data)
 
 
 def _read(output: Location) -> bytes | None:
-    """Read the lock's file; what is no lock is read once more, because a store may send anything
-    for a moment.
-    """
+    """Read the lock file, and again if it is invalid: a store may briefly send garbage."""
     data = read_bytes(lock_file(output))
     return data if data is None or parse_lock(data) else read_bytes(lock_file(output))
 
 
 def parse_lock(data: bytes) -> LockHolder | None:
-    """Parse the holder that a lock file names; None for a file that is no lock. Unknown fields are
-    ignored.
-    """
+    """Parse a lock file; None if it is invalid. Unknown fields are ignored."""
     holder = parse_record(LockHolder, data)
     return holder if holder is not None and math.isfinite(holder.heartbeat) else None
 
 
 class OutputLock:
-    """The lock of an output folder, `_run/lock`: call `try_take` until it is ours, then `beat` and
-    `check`, or `held`.
+    """The lock of an output folder. Use it through `held`.
 
-    A holder counts as dead if its process is known to be gone, or if its lock has not changed for
-    STALE_S by our own clock: the clocks of two machines are never compared.
+    A holder counts as dead if its process has ended, or if its lock has not changed for `STALE_S`.
+    Only the local clock counts; clocks of two machines are never compared.
 
-    clock: wall time. monotonic: time that nobody sets. host: this machine.
+    Args:
+        clock: Wall clock.
+        monotonic: Steady clock.
+        host: Name of this machine.
     """
 
     def __init__(
@@ -121,9 +112,9 @@ class OutputLock:
         self._clock = clock
         self._monotonic = monotonic
         self._seen: bytes | None = None
-        """The lock of another driver that is watched for a change."""
+        """Lock of another driver, watched for changes."""
         self._since = 0.0
-        """The time when the watched lock was first seen as it is, or when ours was written."""
+        """Time at which the watched lock last changed, or the new lock was written."""
         self._is_settling = False
         self._mutex = threading.Lock()
         self._written = 0.0
@@ -131,11 +122,11 @@ class OutputLock:
         self._lost: RunError | None = None
         self._released = threading.Event()
         self.predecessor: LockHolder | None = None
-        """The dead driver whose lock was taken over, if there was one."""
+        """Dead driver whose lock was taken over."""
 
     @property
     def watched(self) -> str:
-        """Describe the lock for which `try_take` waits, in one line; empty if it waits for none."""
+        """Describe the lock that `try_take` waits for; empty if there is none."""
         if self._seen is None:
             return ""
         holder = parse_lock(self._seen) or UNKNOWN
@@ -145,9 +136,11 @@ class OutputLock:
         )
 
     def try_take(self) -> bool:
-        """Check the lock, and take it if nobody holds it. Returns True once the folder is ours.
+        """Try to take the lock; return True on success.
 
-        Raises RunError and OSError.
+        Raises:
+            RunError: Another driver holds the folder.
+            OSError: The store does not answer.
         """
         if self._is_settling:
             return self._settle()
@@ -172,11 +165,14 @@ class OutputLock:
         return is_exclusive
 
     def check(self) -> None:
-        """Raise RunError if the folder is not ours, and OutputError if that
-        cannot be found out.
+        """Check that the folder is still locked by this driver.
 
-        Asks the store only if the last heartbeat was a while ago: a driver that was suspended, or
-        whose clock was set, goes on if nobody has taken the folder meanwhile.
+        The store is asked only if the last heartbeat is old. A suspended driver may continue if
+        nobody has taken the folder meanwhile.
+
+        Raises:
+            RunError: The lock was lost.
+            OutputError: The store does not answer.
         """
         if self._lost is not None:
             raise self._lost
@@ -186,7 +182,7 @@ class OutputLock:
             self.confirm()
 
     def confirm(self) -> None:
-        """Ask the store who holds the folder. Raises as `check` does."""
+        """Ask the store for the holder. Raises as `check`."""
         try:
             self.beat()
         except OSError as error:
@@ -198,7 +194,7 @@ class OutputLock:
             raise self._lost
 
     def beat(self) -> None:
-        """Beat once, and find out whether the lock is still ours. Raises OSError."""
+        """Renew the lock, or find out that it was lost. Raises OSError."""
         with self._mutex, exclusive(self.output) as is_exclusive:
             if is_exclusive is None:
                 raise BlockingIOError("another process examines it and does not go on")
@@ -214,23 +210,21 @@ class OutputLock:
                 )
             else:
                 self._write()
-        if self._released.is_set():  # while a slow store took the heartbeat
+        if self._released.is_set():  # released while a slow store stored the heartbeat
             self.release()
 
     def release(self) -> None:
-        """Remove the lock if it is ours, and write it no more."""
+        """Remove the lock if it is held, and stop the heartbeat."""
         self._released.set()
         for _ in range(_RELEASES):
-            # a lock that cannot be removed goes stale, and must not hide an earlier error
+            # a remaining lock goes stale; it must not hide an earlier error
             with suppress(OSError):
                 if self._is_ours(read_lock(self.output)):
                     delete(lock_file(self.output))
                 return
 
     def _is_dead(self, found: bytes) -> bool:
-        """Return True if the lock of another driver may be taken over. Raises RunError if that
-        driver lives.
-        """
+        """Return True if the lock may be taken over. Raise RunError if its driver lives."""
         holder = parse_lock(found)
         if holder is not None and holder.is_gone(self._host):
             return True
@@ -255,7 +249,7 @@ class OutputLock:
         return holder is not None and holder.run_id == self.run_id
 
     def _write(self) -> None:
-        """Write our lock, so that it differs from the last one whatever the clock says."""
+        """Write the lock, with contents that always differ from the last ones."""
         steady = self._monotonic()
         wall = self._clock()
         self._written = wall if wall != self._written else math.nextafter(self._written, math.inf)
@@ -270,16 +264,21 @@ def held(
     say: Callable[[str], object] = lambda line: None,
     checkpoint: Checkpoint = lambda: None,
 ) -> Iterator[None]:
-    """Wait for a lock and hold it for a `with` block, with a heartbeat in a thread of its own.
+    """Wait for a lock and hold it, with a heartbeat thread.
 
-    say: told whom the lock has to wait for. checkpoint: called while waiting; may raise. Raises
-    RunError and OutputError.
+    Args:
+        say: Receives a message about the driver that is waited for.
+        checkpoint: Called while waiting; may raise.
+
+    Raises:
+        RunError: Another driver holds the folder.
+        OutputError: The store does not answer.
     """
     closing = threading.Event()
 
     def keep() -> None:
         while not closing.wait(HEARTBEAT_S):
-            # `check` asks the store itself once the last good beat is too old
+            # `check` asks the store if the last heartbeat is too old
             with suppress(OSError):
                 lock.beat()
 
@@ -306,10 +305,9 @@ def held(
 
 @contextmanager
 def exclusive(output: Location) -> Iterator[bool | None]:
-    """Keep other processes out while a lock is examined and taken.
+    """Exclude other processes while the lock is examined and taken.
 
-    Yields False if the file system cannot, and None if another process stays: one that is suspended
-    would for ever.
+    Yields False if the file system cannot, and None if another process blocks, perhaps suspended.
     """
     folder = records_folder(output).path
     if not output.is_local or not os.path.isdir(folder):
@@ -323,23 +321,20 @@ def exclusive(output: Location) -> Iterator[bool | None]:
 
 
 def _locked(handle: int) -> bool | None:
-    """Lock a folder for this process; return what `exclusive` yields."""
     until = time.monotonic() + BUSY_S
     while time.monotonic() < until:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-        except (BlockingIOError, PermissionError):  # some network file systems say the latter
+        except (BlockingIOError, PermissionError):  # the latter on some network file systems
             time.sleep(_EVERY_S)
-        except OSError:  # some network file systems refuse it on folders
+        except OSError:  # some network file systems cannot lock folders
             return False
     return None
 
 
 def _pid_namespace() -> str:
-    """Return an id that tells two containers of one name apart; empty if the system has no
-    /proc.
-    """
+    """Return an id that distinguishes containers with equal host names; empty without /proc."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"

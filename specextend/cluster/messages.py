@@ -1,9 +1,7 @@
-"""Leases, the messages between the driver and its workers, which can be pickled, and the events of
-workers. Pure.
+"""Leases, and the messages and events exchanged by driver and workers. Pure and picklable.
 
-A lease is one document handed to one worker, once. A document is charged an attempt when its lease
-ends in a way that may be its fault; after `job.max_attempts` of these it is given up. Times are
-seconds of any monotonic clock that the caller passes in.
+A failure that may be the fault of its document charges the document an attempt. After
+`job.max_attempts` charges the document is given up.
 """
 
 from collections.abc import Sequence
@@ -17,53 +15,51 @@ from specextend.stats import DecodingStats
 
 
 class Place(NamedTuple):
-    """A place that a worker runs on, by names under which the next start finds it again."""
+    """Location of a worker, named so that later starts recognise it."""
 
     host: str
     device: str
-    """Its accelerators, or its seat if there are none."""
+    """Accelerators, or the seat number without accelerators."""
 
 
 class Lease(NamedTuple):
-    """One document handed to one worker, once."""
+    """A document handed to a worker."""
 
     lease_id: str
     key: DocumentKey
     estimate: TokenEstimate
     attempt: int
-    """1 for the first; what the row's `attempts` becomes."""
+    """Number of this attempt, from 1; becomes `attempts` of the row."""
     is_alone: bool = False
-    """True if the document may be at fault for a failure, so that nothing else runs beside it."""
+    """True if nothing may run next to the document, because it may have caused a failure."""
 
 
 class Tried(NamedTuple):
-    """The attempts of earlier starts of the run at a document."""
+    """Attempts of earlier starts at a document."""
 
     attempts: int
-    """All attempts that were charged."""
+    """All charged attempts."""
     struck: frozenset[Place] = frozenset()
-    """The places where they were charged."""
+    """Places of the charged attempts."""
     forgiven: int = 0
-    """Those of them that ended in an error row which is to be done again: they do not count towards
+    """Attempts that ended in an error row to be retried. They do not count towards
     `max_attempts`.
     """
 
 
 class Done(NamedTuple):
-    """The result of a document: a row of a commit, and its counts."""
+    """The result of a document: its output row and its counts."""
 
     row: Values
     stats: DecodingStats
     used_gib: float
-    """The most memory that its worker had used by then."""
+    """Peak memory of the worker so far."""
     speedup: float | None = None
-    """How many times as fast as plain decoding drafts made the worker's last trial."""
+    """Speedup over plain decoding in the worker's last draft trial."""
 
 
 def with_document(error: DocumentError, row: Row | None) -> DocumentError:
-    """Return an error with what is known of its document. row: what was read of it, if it could
-    be.
-    """
+    """Add the id and hash of `row` to an error, if the document could be read."""
     if row is not None:
         error.doc_id = row.doc_id
         error.content_sha256 = row.content_sha256
@@ -71,72 +67,64 @@ def with_document(error: DocumentError, row: Row | None) -> DocumentError:
 
 
 class SuspectedError(DocumentError):
-    """A document whose batch failed through its fault or a neighbour's. It is tried again alone,
-    which decides that.
-    """
+    """A failed batch. Its documents are tried again, each alone, to find the culprit."""
 
 
 class Lost(NamedTuple):
-    """The call of a lease ended without outcome while its worker lives: it was cancelled, or lost
-    on the way.
-    """
+    """The call of a lease was cancelled or lost, while its worker lives."""
 
     reason: str
 
 
 Outcome = Done | DocumentError | Lost
-"""What became of a lease. If an error's `stage` is `read` and it is `retryable`, another worker may
-be able to read the document.
-"""
+"""Result of a lease. After a retryable error in stage `read`, another worker may succeed."""
 
 
 class WorkerInfo(NamedTuple):
-    """The place where a worker runs."""
+    """Description of a ready worker."""
 
     node_id: str
     host: str
     pid: int
     device: str
     accelerators: tuple[str, ...] = ()
-    """Accelerators that Ray has assigned to it, such as `GPU 3`."""
+    """Accelerators assigned by Ray, such as `GPU 3`."""
     limits: dict[str, float] | None = None
-    """What its device can do and what its target asks of it (`Engine.limits`); None if that is not
-    known.
-    """
+    """Capabilities of the device and demands of the target (`Engine.limits`); None if unknown."""
     kernels: Sequence[Values] = ()
-    """What came of each kernel that it tried: its `name`, whether it was `taken`, and `why`."""
+    """`name`, `taken` and `why` of each kernel that was tried."""
 
 
 class WorkerReport(NamedTuple):
-    """The answer to a poll."""
+    """Answer to a poll."""
 
     num_steps: int
     outputs: dict[str, int]
-    """Output tokens so far by lease id, for leases whose prefill has begun."""
+    """Output tokens by lease id, for leases with a started prefill."""
 
 
 class Begun(NamedTuple):
-    """A worker has a process: the cluster had room for it."""
+    """A worker has a process."""
 
     worker: str
 
 
 class Ready(NamedTuple):
-    """A worker's models are loaded."""
+    """A worker has loaded its models."""
 
     worker: str
     info: WorkerInfo
 
 
 class StartFailed(NamedTuple):
-    """A worker's models could not be loaded."""
+    """A worker could not load its models."""
 
     worker: str
     reason: str
 
 
 class Returned(NamedTuple):
-    """A lease has its outcome."""
+    """A lease has an outcome."""
 
     worker: str
     lease: Lease
@@ -144,16 +132,14 @@ class Returned(NamedTuple):
 
 
 class Polled(NamedTuple):
-    """A worker's progress."""
+    """A worker has reported its progress."""
 
     worker: str
     report: WorkerReport
 
 
 class Draining(NamedTuple):
-    """A worker's node is about to go: a spot instance that is reclaimed, or one that is taken out
-    of the cluster.
-    """
+    """A worker's node is about to go, for example a reclaimed spot instance."""
 
     worker: str
 
@@ -164,7 +150,7 @@ class Died(NamedTuple):
     worker: str
     reason: str
     with_node: bool
-    """True if its node is down or out of reach, so that no document is to blame."""
+    """True if its node is down or unreachable, so that no document is to blame."""
 
 
 Event = Begun | Ready | StartFailed | Returned | Polled | Draining | Died

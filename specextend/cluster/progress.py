@@ -1,6 +1,4 @@
-"""Progress of a run: its clock, the work done and left, what ends a run most of whose documents
-fail, and displays.
-"""
+"""Progress of a run: clock, work done and left, the stop after many failures, and displays."""
 
 import json
 import math
@@ -28,32 +26,27 @@ from specextend.stats import PHASES, DecodingStats, ratio
 from specextend.terminal import raw_stream, wrap_streams
 
 MAX_GAP_S = 10.0
-"""Most seconds that count between two readings of the clock."""
+"""Maximum seconds counted between two readings of the clock."""
 WINDOW_S = 600.0
-"""Seconds of the past from which the rate is taken."""
+"""Seconds over which the rate is averaged."""
 DEFAULT_OUTPUT_COST = 10.0
-"""Cost of an output token in prompt tokens, until it is measured."""
+"""Cost of an output token relative to a prompt token, before it is measured."""
 LEAST_LIMIT = 0.5
 """Share of failures up to which no run stops early."""
 MIN_ENDED = 100
-"""Fewest documents that must have ended before the error rate is checked."""
+"""Minimum number of finished documents before the error rate is checked."""
 MIN_SHARE = 0.01
-"""Smallest share of a start's documents that must have ended, too: the longest come first, and fail
-more often.
-"""
+"""Minimum share of finished documents. The longest come first and fail more often."""
 
 
 class AwakeClock:
-    """Clock of the driver: it counts the seconds in which the driver could see what its workers
-    did.
+    """Clock of the driver, which skips the time while its process or machine is suspended.
 
-    After its process or machine was suspended, the driver must not find every worker silent and
-    every document overdue: it did not watch them. So a gap between two readings counts for
-    `MAX_GAP_S` at most, and a step back for nothing.
+    Otherwise, after a pause, every worker would seem hung and every document overdue. A gap counts
+    for at most `MAX_GAP_S`, a step back for nothing.
     """
 
     def __init__(self, source: Callable[[], float] = time.monotonic):
-        """Begin at 0. source: returns seconds, which may jump."""
         self._source = source
         self._last = source()
         self._now = 0.0
@@ -67,7 +60,7 @@ class AwakeClock:
 
 
 class Snapshot(NamedTuple):
-    """Figures of a run at one moment."""
+    """Figures of a run at a given time."""
 
     num_rows: int
     num_done: int
@@ -75,20 +68,18 @@ class Snapshot(NamedTuple):
     num_running: int
     num_workers: int
     num_loading: int
-    """Workers that load their models."""
+    """Workers still loading their models."""
     fraction: float
-    """Share of the run's work that is done, 0 to 1."""
+    """Share of the work done, 0 to 1."""
     output_tokens_per_s: float | None
-    """Rate over the last ten minutes, all workers together."""
+    """Rate of all workers over the last ten minutes."""
     mean_acceptance_length: float | None
     eta_s: float | None
-    """By the rate; None while no worker is ready, and until a document is done."""
+    """Seconds left; None while no worker is ready or no document is done."""
 
 
 class Ledger:
-    """Work done and left, in prompt tokens + w x output tokens, with w as measured. True counts
-    replace estimates.
-    """
+    """Work done and left, measured in prompt tokens + w * output tokens (`output_cost`)."""
 
     def __init__(
         self,
@@ -100,8 +91,12 @@ class Ledger:
     ):
         """Begin a start.
 
-        estimates: the documents that it has to do. num_done, num_errors: rows of earlier starts;
-        work: theirs. draft_kind: `draft.kind`.
+        Args:
+            estimates: Documents to do.
+            num_done: Rows finished by earlier starts.
+            num_errors: Error rows of earlier starts.
+            work: Counts of earlier starts.
+            draft_kind: `draft.kind`.
         """
         self._estimates = estimates
         self._num_rows = len(estimates) + num_done + num_errors
@@ -114,15 +109,16 @@ class Ledger:
         self._stats = DecodingStats()
         self._stats.add(work or DecodingStats())
         self._prompt_done = self._stats.num_prompt_tokens - self._stats.num_cached_tokens
-        """Of this start's documents as estimated: what several tasks read once counts once."""
+        """Estimated prompt tokens. A prefix shared by several tasks counts once."""
         self._history: deque[tuple[float, int, int]] = deque()
 
     def finish(
         self, key: DocumentKey, stats: DecodingStats | None, *, has_failed: bool = False
     ) -> None:
-        """Note that a document is done, with its true counts, or has become an error row (None).
+        """Record a finished document and its counts, or an error row (None).
 
-        has_failed: some of its tasks have.
+        Args:
+            has_failed: Some tasks of the document have failed.
         """
         estimate = self._estimates[key]
         self._prompt_left -= estimate.num_prompt_tokens
@@ -139,12 +135,12 @@ class Ledger:
 
     @property
     def doubt(self) -> str:
-        """Return a warning that the draft hardly fits its target; empty without evidence."""
+        """Return a warning if the draft hardly fits its target, else an empty string."""
         return self._stats.doubt(self._draft_kind, self._num_done)
 
     @property
     def output_cost(self) -> float:
-        """Return w: seconds of an output token over seconds of a prompt token."""
+        """Return w, the seconds per output token over the seconds per prompt token."""
         stats = self._stats
         prefill = ratio(stats.prefill_s + stats.draft_prefill_s, self._prompt_done)
         decode = ratio(stats.step_s, stats.num_output_tokens)
@@ -157,14 +153,16 @@ class Ledger:
         num_loading: int = 0,
         running: Sequence[tuple[int, int, int]] = (),
     ) -> Snapshot:
-        """Return the figures at `now`, in seconds of any monotonic clock, and keep them for the
-        rate. Once a second is enough.
+        """Return the current figures and keep them for the rate. Call about once a second.
 
-        num_workers, num_loading: workers that are ready, and those that load their models. running:
-        the documents in engines, as `Scheduler.running` lists them.
+        Args:
+            now: Seconds of any monotonic clock.
+            num_workers: Ready workers.
+            num_loading: Workers still loading their models.
+            running: Documents in engines, see `Scheduler.running`.
         """
         if not num_workers:
-            self._history.clear()  # nothing is done while models load: that is no rate
+            self._history.clear()  # the time spent loading is not part of the rate
         read, allowed, written = np.array([(0, 0, 0), *running]).sum(axis=0).tolist()
         prompt = self._prompt_done + read
         output = self._stats.num_output_tokens + written
@@ -175,7 +173,7 @@ class Ledger:
         cost = self.output_cost
         elapsed = now - then
         done = prompt + cost * output
-        # on the assumption that outputs end as early, on average, as those so far
+        # assume that the remaining outputs end as early as the finished ones, on average
         share = ratio(self._stats.num_output_tokens, self._output_allowed) or 1.0
         output_left = share * self._output_left - min(written, share * allowed)
         left = max(0.0, self._prompt_left - read + cost * output_left)
@@ -195,13 +193,11 @@ class Ledger:
 
 
 class Metrics:
-    """Counters of a start, which Ray's metrics port exports as `ray_specextend_*_total`."""
+    """Counters exported by Ray's metrics port as `ray_specextend_*_total`. Needs a connected
+    Ray.
+    """
 
     def __init__(self, run_id: str, num_failed: int = 0):
-        """Make the counters, on a Ray that is connected.
-
-        num_failed: error rows that this start has made already.
-        """
         from ray.util import metrics
 
         names = ("documents", "tokens", "steps", "seconds")
@@ -213,7 +209,7 @@ class Metrics:
         self._add("documents", failed=num_failed)
 
     def count(self, stats: DecodingStats | None) -> None:
-        """Count a document that is done, or has become an error row (None)."""
+        """Count a finished document, or a failed one (None)."""
         if stats is None:
             self._add("documents", failed=1)
             return
@@ -230,14 +226,13 @@ class Metrics:
 
 
 class ErrorGuard:
-    """Guard that stops a run most of whose documents fail.
+    """Stops a run if most of its documents fail.
 
-    Rows whose own content is at fault (null text, over length) are not counted: they are no sign of
-    a broken run.
+    Failures caused by the content of a row, such as null text, do not count.
     """
 
     def __init__(self, allowed: float, num_documents: int):
-        """Begin a start of `num_documents`. allowed: share of failures with which a run may end."""
+        """`allowed` is the accepted share of failures."""
         self._limit = max(LEAST_LIMIT, allowed)
         self._least = max(MIN_ENDED, MIN_SHARE * num_documents)
         self._num_done = 0
@@ -245,20 +240,18 @@ class ErrorGuard:
         self._examples: dict[str, str] = {}
 
     def done(self) -> None:
-        """Count a document that is done."""
+        """Count a finished document."""
         self._num_done += 1
 
     def failed(self, error: DocumentError) -> None:
-        """Count a document that became an error row, unless its own content is at fault."""
+        """Count a failed document, unless its content is at fault."""
         if error.stage in ("read", "prompt") and not error.retryable:
             return
         self._failed[error.error_class] += 1
         self._examples.setdefault(error.error_class, f"{error.doc_id}: {error.message}")
 
     def check(self) -> None:
-        """Raise RunError once enough documents have ended and too many of them have
-        failed.
-        """
+        """Raise RunError if too many of the finished documents have failed."""
         num_failed = self._failed.total()
         num_ended = self._num_done + num_failed
         if num_ended < self._least or num_failed <= self._limit * num_ended:
@@ -274,21 +267,18 @@ class ErrorGuard:
 
 
 def describe_duration(seconds: float) -> str:
-    """Describe a duration as `1:02:03` or `1 day, 2:03:04`, rounded up to seconds."""
+    """Format a duration as `1:02:03` or `1 day, 2:03:04`, rounded up to seconds."""
     return str(timedelta(seconds=math.ceil(seconds)))
 
 
-# Displays: a bar on a terminal, plain lines, or JSON
-
-
 LINE_EVERY_S = 30.0
-"""Seconds between two lines of a log."""
+"""Seconds between two progress lines of a log."""
 Fact = str | int | float | None
 LogFormat = Literal["text", "json"]
 
 
 def describe(snapshot: Snapshot) -> str:
-    """Describe a snapshot in one line."""
+    """Format a snapshot as a single line."""
     rate = snapshot.output_tokens_per_s
     length = snapshot.mean_acceptance_length
     is_running = snapshot.num_workers > 0
@@ -320,13 +310,13 @@ def describe(snapshot: Snapshot) -> str:
 
 @dataclass
 class Pace:
-    """Limits how often something is done."""
+    """Limits the frequency of an action."""
 
     _every_s: float
     _last: float = -math.inf
 
     def is_due(self, now: float) -> bool:
-        """Return True if `every_s` have passed since the last True, and the first time."""
+        """Return True the first time, and when the interval has passed since the last True."""
         if now - self._last < self._every_s:
             return False
         self._last = now
@@ -334,28 +324,25 @@ class Pace:
 
 
 class Display:
-    """Shows the progress of a run and what happens in it: here as a plain line every 30 s, for
-    logs.
-    """
+    """Reports progress and events as plain lines, for logs."""
 
     def __init__(self, write: Callable[[str], object]):
-        """Write through `write`, which takes a line without its line end."""
         self._write, self._pace = write, Pace(LINE_EVERY_S)
 
     def begin(self, run_id: str) -> None:
-        """Name this start of the run."""
+        """Set the id of this start."""
 
     def show(self, snapshot: Snapshot, now: float) -> None:
-        """Show the progress, if enough time has passed since the last time."""
+        """Report the progress, at most every `LINE_EVERY_S` seconds."""
         if self._pace.is_due(now):
             self.event("progress", describe(snapshot), **snapshot._asdict())
 
     def note(self, message: str, event: str = "note", **facts: Fact) -> None:
-        """Report something to people and machines."""
+        """Report an event to people and machines."""
         self.event(event, message, **facts)
 
     def event(self, name: str, message: str = "", /, **facts: Fact) -> None:
-        """Report something to machines, and to people its message, if it has one."""
+        """Report an event to machines, and its message, if any, to people."""
         if message:
             self._write(printable(message))
 
@@ -364,9 +351,7 @@ class Display:
 
 
 class BarDisplay(Display):
-    """Draws a progress bar on a terminal, with its text in as many lines as it takes, and writes
-    notes above it.
-    """
+    """Draws a progress bar on a terminal, with messages above it."""
 
     def __init__(self, console: Console):
         super().__init__(partial(console.print, markup=False, highlight=False, emoji=False))
@@ -377,8 +362,7 @@ class BarDisplay(Display):
         self._task = self._progress.add_task("starting", total=1.0)
         self._progress.start()
         if console.is_terminal:
-            # until the bar ends, rich prints above it what others write there, and would obey its
-            # codes
+            # rich prints output of others above the bar, and would obey its control codes
             wrap_streams()
 
     def show(self, snapshot: Snapshot, now: float) -> None:
@@ -388,28 +372,26 @@ class BarDisplay(Display):
         )
 
     def close(self) -> None:
-        """Stop drawing and leave the bar as it is."""
+        """Stop drawing; the bar stays."""
         self._progress.stop()
 
 
 class JsonDisplay(Display):
-    """Writes one JSON object per event and line: `time`, `run`, `event`, facts, and `message` if
-    people get one.
+    """Writes a JSON object per event and line: `time`, `run`, `event`, its facts, and any
+    `message`.
 
-    The facts about a document are its key (`file`, `row`), its id (`document`) once it has been
-    read, `worker` and `attempt`.
+    Events about a document name its key (`file`, `row`), its id (`document`) once known, `worker`
+    and `attempt`.
     """
 
     _run_id: str | None = None
 
     def begin(self, run_id: str) -> None:
-        """Name this start in every line from now on."""
+        """Set the id for all following lines."""
         self._run_id = run_id
 
     def event(self, name: str, message: str = "", /, **facts: Fact) -> None:
-        """Write one line, escaped to ASCII, so that no text can break it. Facts that are None or
-        NaN are left out.
-        """
+        """Write a line of ASCII. Facts with None or NaN are left out."""
         head = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "run": self._run_id,
@@ -425,9 +407,7 @@ class JsonDisplay(Display):
 
 
 class Forgiving:
-    """A text stream that drops what cannot be written: a full disk or a closed terminal under a log
-    ends no run.
-    """
+    """A text stream that drops failed writes, because a full disk must not end a run."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -436,22 +416,21 @@ class Forgiving:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write what the stream takes, and report all as written."""
+        """Write `text` or drop it."""
         with suppress(OSError):
             return self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush if the stream can."""
+        """Flush the stream if possible."""
         with suppress(OSError):
             self._stream.flush()
 
 
 def open_display(stream: TextIO | None = None, log: LogFormat = "text") -> Display:
-    """Open the display for `stream` (stderr by default): JSON if asked for, a bar on a terminal,
-    lines elsewhere.
+    """Open a display for `stream` (default stderr): JSON, a bar on a terminal, or plain lines.
 
-    What cannot be written is dropped.
+    Failed writes are dropped.
     """
     stream = stream or sys.stderr
     if log == "text" and stream.isatty():
@@ -468,13 +447,11 @@ def open_display(stream: TextIO | None = None, log: LogFormat = "text") -> Displ
 
 
 def lease_facts(worker: str, lease: Lease) -> dict[str, Fact]:
-    """Return the facts about a lease for a log that machines read."""
+    """Return the facts about a lease for the log."""
     return lease.key._asdict() | {"worker": worker, "attempt": lease.attempt}
 
 
 def result_facts(done: Done) -> dict[str, Fact]:
-    """Return the facts about a result for a log that machines read; no text of the document is
-    among them.
-    """
+    """Return the facts about a result for the log, without any text of the document."""
     counts = ("num_prompt_tokens", "num_output_tokens", "mean_acceptance_length", "total_s")
     return {"document": done.row["doc_id"]} | {name: getattr(done.stats, name) for name in counts}

@@ -1,7 +1,6 @@
-"""What a driver writes while a run goes on: finished rows, the record of its start, and the status
-read from both.
+"""Records of a run in progress: commits of finished rows, records of starts, and the status.
 
-Nothing else writes them. `specextend status` imports this module, so it needs neither Ray nor
+No other code writes them. `specextend status` imports this module, so it must not import Ray or
 torch.
 """
 
@@ -46,18 +45,14 @@ if TYPE_CHECKING:  # they import torch
 
 LEAST_ROWS = 64
 ROWS_PER_WORKER = 8
-"""Rows of a commit: so many for each worker, so that a large run leaves thousands of files and not
-many more.
-"""
+"""Rows per commit, to limit a large run to thousands of files."""
 _PACKAGES = ("specextend", "torch", "transformers", "ray", "pyarrow", "numpy")
 
 
 class StartRecord:
-    """The record of one start of a run, `_run/attempts/<run id>.json`, from its lock to its exit
-    code.
+    """The record of a start, `_run/attempts/<run id>.json`, from its lock to its exit code.
 
-    What happens to workers is kept until the record is written for another reason, or `write` is
-    called.
+    Worker events are kept in memory until `write` is called.
     """
 
     def __init__(
@@ -72,14 +67,16 @@ class StartRecord:
     ):
         """Fill the record.
 
-        models: by name, the model that was asked for and the commit that it is. took_over: the dead
-        driver whose lock this one has taken over, if there was one. clock: seconds since the epoch.
+        Args:
+            models: Requested `model` and its `commit`, by name.
+            took_over: Dead driver whose lock was taken over.
+            clock: Seconds since the epoch.
         """
         self._file = starts_folder(output).child(f"{run_id}.json")
         self._clock = clock
         self._workers: dict[str, Values] = {}
         self.is_changed = False
-        """True if workers have come or gone since the record was last written."""
+        """True if workers have changed since the last write."""
         self._record: Values = {
             "run_id": run_id,
             "begin": self._now(),
@@ -101,37 +98,33 @@ class StartRecord:
         }
 
     def ending(self, exit_code: int) -> Start:
-        """End the run now, and return what the record will say of it, for the report, which is
-        written before.
+        """Set the end to now and return the record for the report, which is written before the
+        record.
         """
         self._record["end"] = self._now()
         return parse_start(self._contents() | {"exit_code": exit_code}, self._record["run_id"])
 
     @property
     def start(self) -> Start:
-        """Return what the record says now."""
+        """Return the current record."""
         return parse_start(self._contents(), self._record["run_id"])
 
     def worker_asked(self, worker: str, seat: int) -> None:
-        """Note that a worker was asked for. seat: its number, from 1, which a worker that dies
-        leaves to the next.
-        """
+        """Record a request for a worker. `seat` counts from 1 and passes to its replacement."""
         unknown = dict.fromkeys(("begun", "ready", "gone", "reason", "used_gib", "speedup"))
         self._workers[worker] = {"worker": worker, "seat": seat, "asked": self._now(), **unknown}
         self.is_changed = True
 
     def worker_begun(self, worker: str) -> None:
-        """Note that a worker has a process."""
+        """Record the start of a worker's process."""
         self._note(worker, begun=self._now())
 
     def worker_ready(self, worker: str, info: WorkerInfo) -> None:
-        """Note that a worker's models are loaded, and where it runs."""
+        """Record a worker with loaded models."""
         self._note(worker, ready=self._now(), **info._asdict())
 
     def worker_used(self, worker: str, gib: float) -> bool:
-        """Note the most memory that a worker has used so far; return True if it is the first of
-        which that is known.
-        """
+        """Record the peak memory of a worker; return True for the first value of any worker."""
         if gib <= (self._workers[worker]["used_gib"] or 0.0):
             return False
         is_first = not any(each["used_gib"] for each in self._workers.values())
@@ -139,38 +132,34 @@ class StartRecord:
         return is_first
 
     def worker_tried(self, worker: str, speedup: float | None) -> bool:
-        """Note what drafts have won in a worker's last trial; return True if that is news."""
+        """Record the speedup of a worker's last draft trial; return True if it has changed."""
         if speedup == self._workers[worker]["speedup"]:
             return False
         self._note(worker, speedup=speedup)
         return True
 
     def worker_gone(self, worker: str, reason: str) -> None:
-        """Note that a worker has died, was killed, or could not be built."""
+        """Record the end of a worker."""
         self._note(worker, gone=self._now(), reason=reason)
 
     def workers_released(self) -> None:
-        """Note that the workers which are left were ended, because the start needs them no more."""
+        """Record the regular end of all remaining workers."""
         for worker, entry in self._workers.items():
             if entry["gone"] is None:
                 self.worker_gone(worker, RELEASED)
 
     @property
     def planned_gib(self) -> float:
-        """Return the memory that a worker was planned to take; 0 if nothing was planned."""
+        """Return the planned memory of a worker; 0 if unknown."""
         return self._record["planned_gib"] or 0.0
 
     def plan(self, memory: ReadOnly) -> None:
-        """Keep the memory that a worker was planned to take (`plan_memory`) until the record is
-        written.
-        """
+        """Store the planned memory of a worker, see `plan_memory`."""
         self._record |= {"memory": dict(memory), "planned_gib": sum(memory["memory_gib"].values())}
         self.is_changed = True
 
     def charged(self, charges: Mapping[DocumentKey, Tried]) -> None:
-        """Write how often open documents have been tried, by earlier starts too; the next start
-        counts on.
-        """
+        """Write the attempts at open documents, including those of earlier starts."""
         self._record["charges"] = {
             f"{key.file}:{key.row}": {"attempts": tried.attempts, "struck": sorted(tried.struck)}
             for key, tried in charges.items()
@@ -178,7 +167,7 @@ class StartRecord:
         self.write()
 
     def end(self, exit_code: int, reason: str | None = None) -> None:
-        """Write the record with its end: now, or the time that the report has."""
+        """Write the record with its end: the time set by `ending`, or now."""
         self._record |= {
             "end": self._record["end"] or self._now(),
             "exit_code": exit_code,
@@ -187,7 +176,7 @@ class StartRecord:
         self.write()
 
     def write(self) -> None:
-        """Write the record as it is now."""
+        """Write the record."""
         write_bytes(self._file, json.dumps(self._contents(), indent=2).encode())
         self.is_changed = False
 
@@ -203,15 +192,13 @@ class StartRecord:
 
 
 def rows_per_commit(workers: int) -> int:
-    """Return the finished documents after which so many workers' driver writes them."""
+    """Return the number of rows in a commit."""
     return max(LEAST_ROWS, ROWS_PER_WORKER * workers)
 
 
 @dataclass(slots=True)
 class Committer:
-    """Finished rows, which it commits once there are enough of them or the last time is long enough
-    ago.
-    """
+    """Collects finished rows and commits them by number or time."""
 
     output: Location
     writer: CommitWriter
@@ -221,15 +208,15 @@ class Committer:
     every_s: float
     _rows: list[Values] = field(default_factory=list)
     _committed_at: float = 0.0
-    """By the clock that `commit_if_due` is called with."""
+    """By the clock of `commit_if_due`."""
 
     def add(self, row: Values) -> None:
-        """Add a row."""
+        """Add a finished row."""
         self._rows.append(row)
 
     def commit_if_due(self, now: float) -> None:
-        """Write what there is, if that is due. Raises as `commit` does, for a lost lock even if
-        there is nothing.
+        """Check the lock, and commit if enough rows or time have accumulated. Raises as
+        `commit`.
         """
         self.lock.check()
         is_time = now - self._committed_at >= self.every_s
@@ -240,8 +227,11 @@ class Committer:
             self._committed_at = now
 
     def commit(self) -> None:
-        """Write rows and, if it has changed, the record. Raises RunError and
-        OutputError.
+        """Write the rows, and the record if it has changed.
+
+        Raises:
+            RunError: The lock was lost.
+            OutputError: The folder cannot be written.
         """
         with writing(self.output):
             self.writer.commit(self._rows)
@@ -250,7 +240,7 @@ class Committer:
         self._rows = []
 
     def remember(self, charges: Mapping[DocumentKey, Tried]) -> None:
-        """Record which open documents have been charged. Raises as `commit` does."""
+        """Record the attempts at open documents. Raises as `commit`."""
         with writing(self.output):
             self.record.charged(charges)
 
@@ -258,7 +248,7 @@ class Committer:
 def say_failed(
     display: Display, key: DocumentKey, error: DocumentError, attempts: int, worker: str = ""
 ) -> None:
-    """Say that a document has failed."""
+    """Report a failed document."""
     display.note(
         f"document {error.doc_id} failed: {error}",
         "document_failed",
@@ -272,18 +262,16 @@ def say_failed(
 
 
 def task_error(row: ReadOnly) -> DocumentError | None:
-    """Return why some tasks of a document have failed, from its row; None if none have."""
+    """Return the failure of some tasks of a document; None if all have succeeded."""
     if row.get("error_class") is None:
         return None
     return DocumentError(**{name: row[name] for name in (*FAILURE.names, "doc_id")})
 
 
 def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Tried]:
-    """Find how often earlier starts have tried each document; attempts that ended in an error row
-    are forgiven.
+    """Collect the attempts of earlier starts by document. Attempts with an error row are forgiven.
 
-    An entry of a record that cannot be read is skipped: at worst its document gets all its attempts
-    again.
+    Unreadable entries are skipped: at worst, the document gets all attempts again.
     """
     charges: dict[DocumentKey, Tried] = {}
     for name, charge in (entry for start in read_starts(output) for entry in start.charges.items()):
@@ -303,7 +291,7 @@ def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Trie
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries on which a result may depend."""
+    """Return the versions of Python and of the libraries that may affect results."""
     installed = {
         package: package_version(package) or "not installed as a package" for package in _PACKAGES
     }
@@ -311,11 +299,10 @@ def library_versions() -> dict[str, str]:
 
 
 def read_status(output: Location) -> Values:
-    """Read state, rows and starts. Raises ValueError, in one line, if there is no run or its rows
-    cannot be counted.
+    """Read the state of a run, its rows and starts. Damaged records become `warnings`.
 
-    Any other record (the lock, a start, `_SUCCESS`) may be damaged, which becomes one of the
-    `warnings`.
+    Raises:
+        ValueError: There is no run, or its rows cannot be counted.
     """
     manifest = read_manifest(output)
     driver = read_lock(output)
@@ -365,7 +352,6 @@ def read_status(output: Location) -> Values:
 
 
 def _state(starts: list[Start], num_left: int, *, is_complete: bool) -> str:
-    """Name the state of a run whose driver is gone."""
     if is_complete:
         return "complete"
     is_finished = not num_left and ended_with_errors(starts)
@@ -373,12 +359,12 @@ def _state(starts: list[Start], num_left: int, *, is_complete: bool) -> str:
 
 
 def ended_with_errors(starts: Sequence[Start]) -> bool:
-    """Return True if the last start has ended with exit 3, as it also does if it stops early."""
+    """Return True if the last start ended with exit code 3."""
     return bool(starts) and starts[-1].exit_code == EXIT_TOO_MANY_ERRORS
 
 
 def describe_status(status: Values) -> str:
-    """Describe the status for people. No text from a record can add a line of its own."""
+    """Format the status for people. Text from records cannot add lines."""
     lines = [
         f"{status['state']}: {status['done']:,} of {counted(status['rows'], 'row')} done, "
         f"{status['errors']:,} failed, {status['left']:,} left",

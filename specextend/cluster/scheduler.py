@@ -1,13 +1,12 @@
-"""The scheduler: which worker gets which document, and which documents a failure charges. Pure.
+"""The scheduler assigns documents to workers and charges documents for failures. Pure.
 
-It has no Ray, no files and no clock of its own: times are seconds of any monotonic clock that the
-caller passes in. A document is open until `finish` or a `GivenUp` closes it; at most one worker
-holds its lease at a time.
+Times are seconds of any monotonic clock, passed in by the caller. A document is open until `finish`
+or a `GivenUp`. Rules of assignment:
 
-- Neighbouring rows go to one worker, the longest documents first (`Backlog`).
-- A document that may have failed its neighbours runs alone, and elsewhere if it can.
-- A place where workers die gets one document at a time until one is done there. After `MAX_DEATHS`
-  deaths in a row it gets none any more, if another place has had fewer.
+- Neighbouring rows go to the same worker, the longest documents first (`Backlog`).
+- A document suspected of a failure runs alone, if possible at another place.
+- A place where workers die gets a single document at a time until it finishes a document. After
+  `MAX_DEATHS` deaths in a row the place is left out, unless all other places are as bad.
 """
 
 from __future__ import annotations
@@ -30,88 +29,82 @@ if TYPE_CHECKING:  # it imports torch
     from specextend.config import JobOptions
 
 MAX_LOSSES = 10
-"""Leases that a document may lose uncharged, with a node or with a worker that it is not known to
-have started at.
-"""
+"""Uncharged leases a document may lose, with a node or before a worker reported its start."""
 LOSSES_ALONE = 2
-"""Such losses after which a document runs alone."""
+"""Lost leases after which a document runs alone."""
 MAX_DEATHS = 6
-"""Deaths of workers at one place in a row, without a document done between, before it is left
-out.
-"""
+"""Consecutive deaths at a place, without a finished document, before it is left out."""
 ALONE_SHARE = 4
-"""One worker in this many, and at least one, may be kept for documents that run alone while others
-wait.
-"""
+"""Share of workers (1/4, at least one) reserved for documents that run alone while others wait."""
 IDLE_S = 60.0
-"""Seconds without a lease and a step after which a worker is let go that is of no use any more."""
+"""Seconds without work after which a superfluous worker is released."""
 PAUSE_S = 10.0
-"""Seconds before a worker that could not read a document gets another."""
+"""Seconds of rest for a worker after a failed read."""
 
 
 class GivenUp(NamedTuple):
-    """A document that becomes an error row."""
+    """A document to be reported as an error row."""
 
     key: DocumentKey
     attempts: int
     error: DocumentError
     worker: str
-    """The one that had it last."""
+    """Last worker of the document."""
 
 
 @dataclass(slots=True)
 class OpenDocument:
-    """A document that is leased, or of which there is something to remember."""
+    """A leased document, or a document with a history."""
 
     key: DocumentKey
     attempts: int = 0
     forgiven: int = 0
-    """Attempts that do not count towards `max_attempts`."""
+    """Attempts not counted towards `max_attempts`."""
     struck: set[Place] = field(default_factory=set)
-    """The places where it was held when a worker or a batch failed, charged or not."""
+    """Places where a worker or batch failed with this document."""
     losses: int = 0
 
     @property
     def num_counted(self) -> int:
-        """Count the attempts that count towards `max_attempts`."""
+        """Return the attempts counted towards `max_attempts`."""
         return self.attempts - self.forgiven
 
     @property
     def runs_alone(self) -> bool:
-        """Return True if its next failure may fail its neighbours, too."""
+        """Return True if the document may cause its neighbours to fail."""
         return bool(self.struck) or self.losses >= LOSSES_ALONE
 
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """A worker and the leases that it holds."""
+    """A worker and its leases."""
 
     name: str
     place: Place
     moved_at: float
     leases: dict[str, HeldLease] = field(default_factory=dict)
     num_closing: int = 0
-    """Leases taken back whose call has not returned yet."""
+    """Cancelled leases with calls still in progress."""
     num_steps: int = -1
     rests_until: float = -math.inf
     is_alone: bool = False
-    """True while it holds one document that runs alone."""
+    """True while the worker holds a document that runs alone."""
     is_draining: bool = False
-    """True once its node is about to go."""
+    """True if its node is about to go."""
 
     @property
     def is_empty(self) -> bool:
-        """Return True if it holds no lease, not even one that is being taken back."""
+        """Return True without leases, cancelled ones included."""
         return not self.num_taken
 
     @property
     def num_taken(self) -> int:
-        """Count its leases, those being taken back included."""
+        """Count the leases, cancelled ones included."""
         return len(self.leases) + self.num_closing
 
     @property
     def holds_struck(self) -> bool:
-        """Return True if every document that it holds was struck elsewhere, too: that explains its
+        """Return True if all its documents were struck elsewhere as well, which explains a
         death.
         """
         return bool(self.leases) and all(
@@ -128,7 +121,7 @@ class HeldLease:
     worker: Holder
     started_at: float | None = None
     num_outputs: int | None = None
-    """Output tokens so far; None while it is not in the engine."""
+    """Output tokens so far; None before the engine has started it."""
 
 
 class Scheduler:
@@ -146,14 +139,16 @@ class Scheduler:
     ):
         """Queue the documents.
 
-        stem: the beginning of every lease id. tried: documents that earlier starts have charged;
-        one that was charged at a known place runs alone. group_rows: the rows of each row group of
-        each file, as workers read it. num_extra: those of a worker's leases that wait there behind
-        a full batch; near the end there are none, for the sake of workers that have nothing to do.
+        Args:
+            stem: Prefix of all lease ids.
+            tried: Attempts of earlier starts.
+            group_rows: Rows of each row group, per file.
+            num_extra: Leases per worker beyond its batch. Near the end, idle workers get them
+                instead.
         """
         self._job = job
         self.num_open = len(estimates)
-        """Number of documents that are neither finished nor given up."""
+        """Documents neither finished nor given up."""
         self._estimates = estimates
         self._stem = stem
         self._leases_per_worker = leases_per_worker
@@ -166,28 +161,26 @@ class Scheduler:
         apart = [document for document in self._documents.values() if document.runs_alone]
         self._backlog = Backlog(estimates, group_rows, [document.key for document in apart])
         self._alone: list[Rank] = []
-        """Documents that wait to run alone, in the order of work."""
+        """Documents waiting to run alone, in the order of work."""
         for document in apart:
             self._put_back(document)
         self._has_charged = False
         self.given_up: list[GivenUp] = []
-        """The documents that became error rows; who makes these removes them."""
+        """Documents to be reported as error rows; the driver empties the list."""
         self.workers: dict[str, Holder] = {}
-        """The workers that are ready."""
+        """Ready workers by name."""
         self.held: dict[str, HeldLease] = {}
-        """The leases in force."""
+        """Leases in force by id."""
         self._num_granted = itertools.count(1)
         self._deaths: Counter[Place] = Counter()
-        """Deaths in a row that no document explains, without a document done between."""
+        """Unexplained consecutive deaths, without a finished document in between."""
         self._last_words: dict[Place, str] = {}
         self._left_out: set[Place] = set()
         self._num_coming = 0
 
-    # What there is
-
     @property
     def num_waiting(self) -> int:
-        """Count the open documents that no worker holds."""
+        """Return the number of open documents without a worker."""
         return len(self._backlog) + len(self._alone)
 
     @property
@@ -197,10 +190,10 @@ class Scheduler:
 
     @property
     def num_wanted(self) -> int:
-        """Count the workers that are of use.
+        """Return the number of useful workers.
 
-        These are the busy ones, one for each document that waits, and one more for each place that
-        may be at fault for a death.
+        A worker is useful if it is busy or can take a waiting document. Each place that may be at
+        fault for a death adds a worker.
         """
         workers = self.workers.values()
         useful = min(
@@ -212,12 +205,13 @@ class Scheduler:
         )
 
     def first_waiting(self, limit: int) -> list[DocumentKey]:
-        """List open documents that no worker holds, up to a number, those that run alone first."""
+        """List up to `limit` waiting documents; documents that run alone come first."""
         return [*(key for _, key in self._alone), *self._backlog.first(limit)][:limit]
 
     def running(self) -> list[tuple[int, int, int]]:
-        """List the documents in engines: the prompt tokens of each, the most output tokens, and
-        those so far; zeros if it has not begun to decode.
+        """List prompt tokens, maximum and current output tokens of the documents in engines.
+
+        All three are 0 before decoding starts.
         """
         return [
             (*held.lease.estimate, held.num_outputs) if held.num_outputs else (0, 0, 0)
@@ -226,8 +220,8 @@ class Scheduler:
         ]
 
     def charges(self) -> dict[DocumentKey, Tried] | None:
-        """List open documents that may have ended workers; None if there is no new one since the
-        last call.
+        """Return the attempts at open documents after failures; None if unchanged since the last
+        call.
         """
         if not self._has_charged:
             return None
@@ -238,19 +232,14 @@ class Scheduler:
             for document in struck
         }
 
-    # Workers come
-
     def expect(self, num_coming: int) -> None:
-        """Note how many workers are being built: a document that was struck at all other places
-        waits for them.
-        """
+        """Set the number of workers being built. Documents struck everywhere else wait for them."""
         self._num_coming = num_coming
 
     def join(self, worker: str, place: Place, now: float) -> tuple[int, str] | None:
-        """Note that a worker is ready.
+        """Add a ready worker.
 
-        If its place is left out, returns the number of workers that have died there in a row, and
-        why the last one did.
+        Returns None, or if its place is left out, the number of deaths there and the last reason.
         """
         assert worker not in self.workers, f"{worker} joined twice"
         self.workers[worker] = Holder(worker, place, now)
@@ -262,10 +251,9 @@ class Scheduler:
         return (self._deaths[place], self._last_words[place]) if place in self._left_out else None
 
     def report(self, worker: str, num_steps: int, outputs: Mapping[str, int], now: float) -> bool:
-        """Note a worker's counter of prefill chunks and steps, and the output tokens of its leases
-        whose prefill has begun; the others wait.
+        """Record a worker's step counter and the output tokens of its started leases.
 
-        Returns True if the counter moved, so that tokens were read or written.
+        Returns True if the counter has moved.
         """
         state = self.workers[worker]
         has_moved = num_steps > max(0, state.num_steps)
@@ -278,10 +266,8 @@ class Scheduler:
                 held.started_at = now
         return has_moved
 
-    # Documents go to workers
-
     def assign(self, now: float) -> list[tuple[str, Lease]]:
-        """Grant the leases that are due: documents that run alone on empty workers, the others
+        """Grant all due leases: documents that run alone go to empty workers, the others are
         spread.
         """
         if not self.num_waiting:
@@ -290,15 +276,13 @@ class Scheduler:
         return [*self._assign_alone(takers, now), *self._assign_fresh(takers, now)]
 
     def _takes(self, worker: Holder, now: float) -> bool:
-        """Return True if a worker may get a lease."""
         is_ready = not (worker.is_draining or worker.is_alone)
         return is_ready and worker.rests_until <= now and worker.place not in self._left_out
 
     def _assign_alone(self, takers: list[Holder], now: float) -> list[tuple[str, Lease]]:
-        """Grant documents to empty workers; if one finds none, keep the worker nearest to that from
-        filling up.
+        """Grant documents to empty workers. If none is empty, reserve the emptiest worker.
 
-        Removes the workers that were chosen from `takers`.
+        Removes the chosen workers from `takers`.
         """
         granted: list[tuple[str, Lease]] = []
         room = max(1, len(self.workers) // ALONE_SHARE) if len(self._backlog) else len(self.workers)
@@ -325,11 +309,10 @@ class Scheduler:
         return granted
 
     def _places_for(self, struck: frozenset[Place]) -> set[Place]:
-        """Choose where a document may run that was struck somewhere: of the places allowed those
-        with fewest deaths.
+        """Return the best places for a struck document: other hosts, then other places, fewest
+        deaths.
 
-        Places on other hosts come first, then others on the same hosts and, if no worker is being
-        built, all.
+        If no worker is being built, the struck places are the last resort.
         """
         hosts = {place.host for place in struck}
         known = {worker.place for worker in self.workers.values()} - self._left_out
@@ -341,7 +324,7 @@ class Scheduler:
         return {place for place in allowed if self._deaths[place] == fewest}
 
     def _assign_fresh(self, takers: Sequence[Holder], now: float) -> list[tuple[str, Lease]]:
-        """Fill the workers that have room, the emptiest first."""
+        """Fill workers, the emptiest first."""
         is_near_end = len(self._backlog) < self._num_extra * len(self.workers)
         most = self._leases_per_worker - self._num_extra * is_near_end
         room = {worker.name: 1 if self._deaths[worker.place] else most for worker in takers}
@@ -370,28 +353,24 @@ class Scheduler:
         self.held[lease_id] = worker.leases[lease_id] = HeldLease(lease, document, worker)
         return lease
 
-    # Documents end
-
     def finish(self, lease_id: str) -> None:
-        """Close the document of a lease in force, which is done: its worker's place is a good
-        one.
-        """
+        """Close the document of a finished lease."""
         held = self._release(lease_id)
         del self._deaths[held.worker.place]
         self._close(held.document)
 
     def reject(self, lease_id: str, error: DocumentError) -> None:
-        """Give up the document of a lease in force, which failed alone."""
+        """Give up a document that failed by itself."""
         held = self._release(lease_id)
         held.document.attempts += 1
         self._give_up(held, error)
 
     def seconds_for(self, lease: Lease) -> float:
-        """Return the seconds that a document may take from the start of its prefill."""
+        """Return the deadline of a document, in seconds from the start of its prefill."""
         return self._job.document_deadline_s * (1 + lease.estimate.total / 1000)
 
     def overdue(self, now: float) -> list[HeldLease]:
-        """List the leases past their document's deadline."""
+        """List the overdue leases."""
         return [
             held
             for held in self.held.values()
@@ -399,50 +378,41 @@ class Scheduler:
         ]
 
     def expire(self, lease_id: str, message: str) -> None:
-        """Take an overdue lease back and charge its document. Call `closed` when the worker has let
-        go of it.
+        """Cancel an overdue lease and charge its document. Call `closed` when the call has
+        returned.
         """
         error = _failure("DeadlineExceeded", message)
         self._charge(self._call_back(lease_id), error, is_certain=True)
 
     def blame(self, lease_id: str, error: DocumentError) -> None:
-        """Charge the document of a lease in force: its batch failed, perhaps through its fault, or
-        nobody can read it.
-        """
+        """Charge a document after a failed batch, or because nobody can read it."""
         held = self._release(lease_id)
         self._charge(held, error, is_certain=held.lease.is_alone or error.stage == "read")
 
     def unread(self, lease_id: str, now: float) -> None:
-        """Put a document back that its worker could not read but others may. The worker rests for
-        `PAUSE_S`.
-        """
+        """Return a document that its worker could not read. The worker rests for `PAUSE_S`."""
         held = self._release(lease_id)
         self._put_back(held.document)
         worker = held.worker
         worker.rests_until = now + PAUSE_S
         if all(other.started_at is None for other in worker.leases.values()):
-            worker.moved_at = now  # it has answered, and decodes nothing that may hang
+            worker.moved_at = now  # the answer shows that the worker does not hang
 
     def take_back(self, lease_id: str, message: str) -> None:
-        """Take a lease back whose call was lost through no fault of the document, as if its node
-        had died.
-        """
+        """Return a document after its call was lost, as if the node had died."""
         self._count_loss(self._release(lease_id), message)
 
     def closed(self, worker: str) -> None:
-        """Note that the call of a lease taken back has returned."""
+        """Record the return of a cancelled call."""
         state = self.workers[worker]
         state.num_closing -= 1
         assert state.num_closing >= 0
 
-    # Workers go
-
     def drain(self, worker: str) -> list[Lease]:
-        """Grant nothing more to a worker whose node is about to go, and take back what has not
-        begun there.
+        """Stop a worker on a node that is about to go, and take back the leases not yet started.
 
-        What runs may finish. No document is charged, nor is the loss of its node counted. Returns
-        the leases; call `closed` when the worker has let go of one.
+        Neither a charge nor a loss is counted. Returns the leases; call `closed` for each returned
+        call.
         """
         state = self.workers[worker]
         state.is_draining = True
@@ -453,9 +423,7 @@ class Scheduler:
         return waiting
 
     def spare(self, now: float) -> list[str]:
-        """List the workers to be let go: empty draining ones, and idle ones of which more are left
-        than are of use.
-        """
+        """List workers to release: empty draining ones, and superfluous idle ones."""
         empty = [worker for worker in self.workers.values() if worker.is_empty]
         draining = [worker.name for worker in empty if worker.is_draining]
         idle = [
@@ -469,11 +437,11 @@ class Scheduler:
         return draining + idle[: max(0, surplus)]
 
     def release(self, worker: str) -> None:
-        """Remove a worker without leases that was let go."""
+        """Remove a released worker."""
         assert self._drop(worker).is_empty, f"{worker} is at work"
 
     def stalled(self, now: float) -> list[str]:
-        """List the workers that hold leases and have made no step for `stall_s`."""
+        """List workers with leases but without a step for `stall_s`."""
         return [
             name
             for name, worker in self.workers.items()
@@ -481,10 +449,9 @@ class Scheduler:
         ]
 
     def leave(self, worker: str, error_class: str, message: str) -> None:
-        """Remove a worker that died: charge the documents that it had started, and free the others.
+        """Remove a dead worker: charge the documents it had started and return the others.
 
-        A document that ran alone is charged even if the worker died before it could report the
-        start.
+        A document that ran alone is charged even if its start was never reported.
         """
         state = self._drop(worker)
         if not state.holds_struck:
@@ -497,9 +464,8 @@ class Scheduler:
                 self._charge(held, _failure(error_class, message), is_certain=state.is_alone)
 
     def lose(self, worker: str, message: str) -> None:
-        """Remove a worker that went down with its node: no document is charged.
-
-        A loss that was announced says nothing about the documents, so it is not even counted.
+        """Remove a worker lost with its node, without charges. An announced loss is not even
+        counted.
         """
         state = self._drop(worker)
         for held in state.leases.values():
@@ -507,8 +473,6 @@ class Scheduler:
                 self._put_back(held.document)
             else:
                 self._count_loss(held, message)
-
-    # Records
 
     def _release(self, lease_id: str) -> HeldLease:
         """End a lease in force and return it."""
@@ -519,12 +483,12 @@ class Scheduler:
         return held
 
     def _call_back(self, lease_id: str) -> HeldLease:
-        """End a lease whose call has not returned; the worker counts it until `closed`."""
+        """End a lease whose call continues; it occupies the worker until `closed`."""
         self.held[lease_id].worker.num_closing += 1
         return self._release(lease_id)
 
     def _drop(self, worker: str) -> Holder:
-        """Remove a worker; return it with its leases, which are no longer in force."""
+        """Remove a worker and end its leases."""
         self._backlog.leave(worker)
         state = self.workers.pop(worker)
         for lease_id in state.leases:
@@ -532,19 +496,18 @@ class Scheduler:
         return state
 
     def _put_back(self, document: OpenDocument) -> None:
-        """Let a document wait."""
         if document.runs_alone:
             bisect.insort(self._alone, rank(self._estimates[document.key].total, document.key))
             return
-        # as if it had never been leased
+        # forget a document without history
         if not (document.attempts or document.losses or document.struck):
             del self._documents[document.key]
         self._backlog.put(document.key)
 
     def _charge(self, held: HeldLease, error: DocumentError, *, is_certain: bool) -> None:
-        """Charge a document, which runs alone from now on unless it was only read.
+        """Charge a document. It runs alone from now on, unless only reading failed.
 
-        If it is not certain to be at fault, its last attempt is kept for a run alone.
+        An uncertain charge never takes the last attempt, which is kept for a run alone.
         """
         document = held.document
         was_decoded = error.stage != "read"
@@ -577,5 +540,4 @@ class Scheduler:
 
 
 def _failure(error_class: str, message: str) -> DocumentError:
-    """Return the error of a document about which no worker could say one."""
     return DocumentError(error_class, message, "decode", retryable=True)

@@ -1,6 +1,4 @@
-"""The worker: a Ray actor with one engine. Leases come in as calls, and one thread decodes them in
-batches.
-"""
+"""The worker: a Ray actor with an engine. Calls bring leases; a thread decodes them in batches."""
 
 import asyncio
 import gc
@@ -50,7 +48,7 @@ from specextend.pairing import check_files
 from specextend.terminal import wrap_streams
 
 ENGINE_EXIT_CODE = 70
-"""Exit code of a worker whose engine has failed as a whole, or whose GPU context is beyond use."""
+"""Exit code after a failure of the whole engine or of the GPU context."""
 
 
 RequestOutcome = Completion | DocumentError
@@ -58,27 +56,23 @@ EngineFactory = Callable[[RunConfig], Engine]
 
 
 def checked_engine(config: RunConfig, factory: EngineFactory, hashes: Mapping[str, str]) -> Engine:
-    """Make an engine, unless the model files on this machine are not those that the driver has
-    recorded.
+    """Build an engine after checking that the local model files match the driver's `hashes`.
 
-    hashes: of the run's models, by `target`, `tokenizer` and `draft`. Raises ModelError.
+    Raises:
+        ModelError: A file differs.
     """
     check_files(config.target, config.active_draft, hashes)
     return factory(config)
 
 
 class Worker:
-    """Holds an engine and answers `run` with a document's outcome. `WorkerActor` makes it an
-    actor.
-    """
+    """Holds an engine and decodes leases. `WorkerActor` turns it into an actor."""
 
     _engine: Engine
     _tasks: list[Task]
 
     def __init__(self, config: RunConfig, source: Source, factory: EngineFactory):
-        """Load nothing yet: the driver has to know when loading begins."""
-        # Ray shows on the driver's terminal what a worker writes, such as an error that quotes a
-        # text
+        # Ray shows the output of workers on the driver's terminal, quoted text included
         wrap_streams()
         self._config = config
         self._source = source
@@ -88,13 +82,13 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[str, asyncio.Future[RequestOutcome]] = {}
         self._decoded: Counter[str] = Counter()
-        """Output tokens of a lease's requests that are done, while it needs further ones."""
-        # to the engine, and neither settled nor cancelled
+        """Output tokens of a lease's finished requests, until the lease ends."""
+        # requests in the engine, neither settled nor cancelled
         self._handed_out: dict[str, Request] = {}
         self._name = f"{os.uname().nodename}:{os.getpid()}"
 
     async def ready(self) -> WorkerInfo:
-        """Load the models. Raises whatever keeps them from loading."""
+        """Load the models and describe the worker."""
         device, limits = await asyncio.get_running_loop().run_in_executor(None, self.load)
         context = ray.get_runtime_context()
         given = context.get_accelerator_ids() if self._config.job.gpus_per_worker else {}
@@ -111,10 +105,10 @@ class Worker:
         return WorkerInfo(*place, device, accelerators, limits, kernels)
 
     def load(self) -> tuple[str, dict[str, float] | None]:
-        """Load the models and start the engine. Returns the name of their device, and its limits
-        (`WorkerInfo`).
+        """Load the models and start the engine thread. Returns the device name and
+        `Engine.limits`.
         """
-        gc.freeze()  # what was imported is no garbage, and each search for some takes half a second
+        gc.freeze()  # imported objects are no garbage; scanning them takes half a second
         config = self._config
         if not config.job.gpus_per_worker:
             torch.set_num_threads(config.job.num_cores)
@@ -132,11 +126,11 @@ class Worker:
         alone: bool = False,
         earlier: Earlier | None = None,
     ) -> Outcome:
-        """Read, render and decode the document of a lease. A cancelled call drops its sequences
-        between two steps.
+        """Read and decode the document of a lease. Cancelling the call stops it between two steps.
 
-        alone: decode one request after the other, so that a failure can be told from a neighbour's.
-        earlier: answers of an earlier start, if only some tasks are to be done.
+        Args:
+            alone: Decode the requests one by one, to isolate a failure.
+            earlier: Answers of an earlier start, if only some tasks are repeated.
         """
         received = time.monotonic()
         self._loop = loop = asyncio.get_running_loop()
@@ -158,9 +152,7 @@ class Worker:
         return Done(made, summary.completion.stats, peak_bytes() / GIB, self._engine.speedup)
 
     async def progress(self) -> WorkerReport:
-        """Report the step counter, and the output tokens of each lease that has started, finished
-        requests included.
-        """
+        """Return the step counter and the output tokens of each started lease."""
         outputs = Counter(self._decoded)
         for request_id, num_tokens in self._engine.progress().items():
             outputs[request_id.partition(":")[0]] += num_tokens
@@ -212,7 +204,6 @@ class Worker:
             self._handed_out.pop(request.request_id, None)
 
     def _serve(self) -> None:
-        """Run the engine thread."""
         try:
             while True:
                 try:
@@ -235,7 +226,7 @@ class Worker:
             yield request
 
     def _on_batch_error(self, error: BatchError) -> None:
-        """Suspect the requests that were in the batch, and queue those again that had not begun."""
+        """Mark the requests of the failed batch as suspects, and queue the others again."""
         cause = error.__cause__ or error
         traceback.print_exception(cause, file=sys.stderr)
         failure = SuspectedError(type(cause).__name__, first_line(cause), "decode", retryable=True)
@@ -247,12 +238,12 @@ class Worker:
         self._handed_out.clear()
 
     def _on_error(self, request_id: str, error: Exception) -> None:
-        """Settle a request that failed alone: it becomes an error row, and the engine goes on."""
+        """Settle a request that failed by itself; the engine continues."""
         _exit_on_device_error(error)
         self._settle(request_id, as_document_error(error))
 
     def _settle(self, request_id: str, outcome: RequestOutcome) -> None:
-        """Hand an outcome to the call that waits for it, on the loop's thread."""
+        """Pass an outcome to the waiting call, on the loop's thread."""
         self._handed_out.pop(request_id, None)
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._resolve, request_id, outcome)
@@ -267,7 +258,7 @@ class Worker:
 
 
 def _exit_on_device_error(error: BaseException) -> None:
-    """End the process after an error that makes every later call on the device fail, too."""
+    """End the process after an error that leaves the device unusable."""
     if is_device_error(error):
         _end_process(error)
 

@@ -1,6 +1,4 @@
-"""The workers of a run: which to start, replace or give up (`Roster`), and their Ray actors
-(`Pool`).
-"""
+"""Workers of a run: the plan of starts and replacements (`Roster`) and the Ray actors (`Pool`)."""
 
 import math
 import time
@@ -50,69 +48,59 @@ from specextend.data.inputs import DocumentError
 from specextend.data.source import Source
 
 POLL_S = 2.0
-"""Seconds between two polls of a worker, if there are few."""
+"""Minimum seconds between two polls of a worker."""
 POLLS_PER_S = 250.0
-"""Most polls in a second, by all workers together: they take 3% to 5% of a core, however many
-workers there are.
-"""
+"""Maximum polls per second over all workers, which take 3% to 5% of a core."""
 DRAIN_EVERY_S = 5.0
-"""Seconds between two questions to Ray which nodes are about to go."""
+"""Seconds between two questions to Ray about draining nodes."""
 GATHER_S = 0.02
-"""Seconds to wait for more answers after the first: a turn of the driver costs the same for one as
-for many.
-"""
+"""Seconds to gather further answers, because a turn of the driver has a fixed cost."""
 START_S = 1800.0
-"""Seconds that a worker may take to load its models, from when it has a process, before it is
-replaced.
-"""
+"""Seconds for a worker's process to load its models, before the worker is replaced."""
 VERDICT_S = 5.0
-"""Seconds to wait, after a worker is gone, for Ray to report that its whole node is."""
+"""Seconds for Ray to report the loss of a node after a worker is gone."""
 MAX_FAILED_STARTS = 5
-"""Workers that cannot be built in a row on one seat, while no other worker is ready, before the run
-is given up.
-"""
+"""Consecutive failed starts at a seat, without any ready worker, before the run is given up."""
 MAX_FRUITLESS_DEATHS = 50
-"""Workers that die in a row, with no document done in between, before the run is given up."""
+"""Consecutive deaths of workers, without a finished document, before the run is given up."""
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 PATIENCE_S = 600.0
-"""Seconds during which a worker that is being built counts as coming; a cluster may have no room
-for it.
-"""
+"""Seconds during which a new worker counts as coming; a cluster may have no room for it."""
 
 
 class Roster:
-    """Up to `size` workers: each that dies is replaced, after a growing pause if the new one cannot
-    be built. Pure.
+    """Decides which workers to start. Dead ones are replaced, failed starts repeated after a pause.
+    Pure.
     """
 
     def __init__(self, size: int):
         self._not_before = [0.0] * size
-        """When a worker may be started on each seat."""
+        """Earliest start on each seat."""
         self._num_failures = [0] * size
-        """Workers in a row that could not be built, by seat."""
+        """Consecutive failed starts by seat."""
         self._seats: dict[str, int] = {}
-        """Of each worker. One that dies leaves its seat to its successor."""
+        """Seat of each worker. A replacement takes over the seat."""
         self._asked: dict[str, float] = {}
-        """The workers that are not ready yet, and when each was asked for."""
+        """Request times of workers not yet ready."""
         self._loading: set[str] = set()
-        """Those of them that have a process."""
+        """Workers with a process but without models."""
         self._ready: set[str] = set()
         self._num_started = self._num_fruitless = 0
         self._is_of_use = False
 
     @property
     def num_ready(self) -> int:
-        """Count the workers that take leases."""
+        """Return the number of workers that take leases."""
         return len(self._ready)
 
     @property
     def num_loading(self) -> int:
-        """Count the workers that load their models."""
+        """Return the number of workers loading models."""
         return len(self._loading)
 
     def due(self, now: float, num_wanted: int) -> list[str]:
-        """Name the new workers to start now, so that there are no more in all than are wanted."""
+        """Name the new workers to start, up to `num_wanted` in total."""
         room = max(0, num_wanted - len(self._seats))
         taken = set(self._seats.values())
         vacant = (
@@ -128,39 +116,38 @@ class Roster:
         return names
 
     def not_needed(self, num_wanted: int) -> list[str]:
-        """Name the workers that need not be built any more, the last asked for first."""
+        """Name the superfluous workers not yet ready, the latest first."""
         surplus = max(0, len(self._seats) - num_wanted)
         return list(reversed(self._asked))[:surplus]
 
     def num_coming(self, now: float) -> int:
-        """Count the workers that are being built and not overdue."""
+        """Return the number of workers expected soon."""
         return sum(now - asked < PATIENCE_S for asked in self._asked.values())
 
     def seat(self, worker: str) -> int:
-        """Return the number of a worker's seat, from 1, which its successor takes over."""
+        """Return the seat number of a worker, from 1."""
         return self._seats[worker] + 1
 
     def begun(self, worker: str) -> None:
-        """Note that a worker has a process."""
+        """Record the start of a worker's process."""
         self._loading.add(worker)
 
     def ready(self, worker: str) -> None:
-        """Note that a worker's models are loaded."""
+        """Record a worker with loaded models."""
         self._num_failures[self._seats[worker]] = 0
         self._asked.pop(worker, None)
         self._loading.discard(worker)
         self._ready.add(worker)
 
     def leave_out(self, worker: str) -> None:
-        """Keep a worker that takes no documents, because its successor would run at the same
-        place.
-        """
+        """Keep an unused worker, because its replacement would run at the same place."""
         self._ready.discard(worker)
 
     def failed(self, worker: str, reason: str, now: float) -> float:
-        """Note that a worker could not be built. Returns the seconds until the next try.
+        """Record a failed start; return the seconds until the next.
 
-        Raises RunError after too many failures.
+        Raises:
+            RunError: Too many starts have failed.
         """
         seat = self.let_go(worker)
         self._num_failures[seat] += 1
@@ -174,11 +161,15 @@ class Roster:
         return pause
 
     def died(self, worker: str, reason: str, *, is_explained: bool = False) -> None:
-        """Note that a worker which had been ready is gone. Raises RunError if workers only
-        die.
+        """Record the death of a ready worker.
 
-        is_explained: others have died over its documents. Such documents run at the end, when
-        nothing else gets done in between, so such deaths count only if no document was ever done.
+        Args:
+            is_explained: Other workers have died over its documents. These run at the end, without
+                finished documents in between, so the death counts only if no document was ever
+                done.
+
+        Raises:
+            RunError: Too many workers have died.
         """
         self.let_go(worker)
         if is_explained and self._is_of_use:
@@ -189,14 +180,12 @@ class Roster:
             raise RunError(f"{died} and no document was done between: {reason}")
 
     def document_done(self) -> None:
-        """Note that a document is done, so that the workers are of use."""
+        """Record a finished document."""
         self._is_of_use = True
         self._num_fruitless = 0
 
     def let_go(self, worker: str) -> int:
-        """Note that a worker was ended, for whatever reason, and return the number of its seat,
-        from 0.
-        """
+        """Record the end of a worker; return its seat, from 0."""
         self._asked.pop(worker, None)
         self._loading.discard(worker)
         self._ready.discard(worker)
@@ -204,7 +193,7 @@ class Roster:
 
 
 class _Call(NamedTuple):
-    """A call that is to be answered."""
+    """A call in progress."""
 
     worker: str
     kind: Literal["begun", "ready", "run", "poll"]
@@ -213,44 +202,45 @@ class _Call(NamedTuple):
 
 @dataclass(slots=True)
 class _Actor:
-    """An actor, its next poll and, if it is dying, since when."""
+    """An actor, its next poll and its time of death."""
 
     handle: Any
     info: WorkerInfo | None = None
     host: str = ""
-    """Known once there is a process."""
+    """Empty before the process has started."""
     loads_since: float = math.inf
     poll_at: float = math.inf
     runs: dict[str, Any] = field(default_factory=dict)
-    """The references to what will become of its leases, by lease id."""
+    """Ray references of its leases, by lease id."""
     is_draining: bool = False
     dying_since: float | None = None
     is_dead: bool = False
-    """False if all that is known is that it does not answer."""
+    """False if the actor just does not answer."""
 
 
 @dataclass(slots=True)
 class Pool:
-    """Starts, polls and kills workers. A worker's last event is `Died` or `StartFailed`; none
-    follows `kill`.
+    """Starts, polls and kills workers. The last event of a worker is `Died` or `StartFailed`.
+
+    A killed worker has no further events.
     """
 
     config: RunConfig
     source: Source
     factory: EngineFactory
     early: list[Any] = field(default_factory=list)
-    """Actors that have been started already."""
+    """Actors started before the pool."""
     earlier: Callable[[DocumentKey], Earlier | None] = lambda key: None
-    """Finds the answers of earlier starts to a document of which only some tasks are to be done."""
+    """Finds answers of earlier starts, if only some tasks are repeated."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     _actors: dict[str, _Actor] = field(default_factory=dict)
     _answers: SimpleQueue[tuple[_Call, Future[Any]]] = field(default_factory=SimpleQueue)
-    """Calls that have been answered. Ray puts them in from a thread of its own."""
+    """Answered calls, added by a thread of Ray."""
     _drain_pace: Pace = field(default_factory=lambda: Pace(DRAIN_EVERY_S))
     _source_ref: Any = None
 
     def start(self, worker: str) -> None:
-        """Start an actor; `Begun` follows, then `Ready`, or `StartFailed` at any time."""
+        """Start an actor. `Begun` and `Ready` follow, or `StartFailed`."""
         if self._source_ref is None:
             self._source_ref = ray.put(self.source)
         handle = self.early.pop() if self.early else start_worker(self.config.job)
@@ -270,26 +260,23 @@ class Pool:
         self._expect(run, _Call(worker, "run", lease))
 
     def _expect(self, reference: Any, call: _Call) -> None:
-        """Wait for the answer of a call. `ray.wait` over all calls would cost each turn as much as
-        there are.
-        """
+        """Queue the answer of a call. `ray.wait` would scan all calls each time."""
         reference.future().add_done_callback(lambda future: self._answers.put((call, future)))
 
     def cancel(self, lease_id: str) -> None:
-        """Cancel a lease's call; it returns as `Lost`, or with its outcome if that was faster."""
+        """Cancel a lease's call, which returns `Lost`, or its outcome if that was faster."""
         for actor in self._actors.values():
             if lease_id in actor.runs:
                 ray.cancel(actor.runs[lease_id])
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """Return the events since the last call; wait for one up to `timeout_s`."""
+        """Return the events since the last call; wait up to `timeout_s` for the first."""
         self._poll()
         answers = self._take_answers(timeout_s)
         events = [event for answer in answers for event in self._answer(*answer)]
         return events + self._drains() + self._verdicts() + self._overdue_starts()
 
     def _take_answers(self, timeout_s: float) -> list[tuple[_Call, Future[Any]]]:
-        """Take what was answered; wait for a first answer if there is none."""
         answers = []
         try:
             answers.append(
@@ -302,7 +289,7 @@ class Pool:
             return answers
 
     def close(self) -> None:
-        """End every worker."""
+        """Kill all workers."""
         for worker in list(self._actors):
             self.kill(worker)
 
@@ -317,7 +304,7 @@ class Pool:
         self._expect(actor.handle.progress.remote(), _Call(worker, "poll"))
 
     def _answer(self, call: _Call, future: Future[Any]) -> list[Event]:
-        if (actor := self._actors.get(call.worker)) is None:  # forgotten with its worker
+        if (actor := self._actors.get(call.worker)) is None:  # removed with its worker
             return []
         if call.kind in ("ready", "poll"):
             actor.poll_at = self.clock() + max(POLL_S, len(self._actors) / POLLS_PER_S)
@@ -338,12 +325,12 @@ class Pool:
         return [Begun(call.worker)]
 
     def _actor_failed(self, worker: str, actor: _Actor, error: RayError) -> None:
-        """Note that a worker is gone; `_verdicts` reports it."""
+        """Record the loss of a worker, to be reported by `_verdicts`."""
         actor.is_dead |= not isinstance(error, ActorUnavailableError)
         if actor.dying_since is None:
             actor.dying_since = self.clock()
             if not actor.is_dead:
-                self._ask(worker, actor)  # shows if it is dead or far
+                self._ask(worker, actor)  # tells a dead worker from an unreachable one
 
     def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
         if call.kind in ("begun", "ready"):
@@ -355,7 +342,7 @@ class Pool:
             return []
         outcome: Outcome = Lost(first_line(error))
         if isinstance(error, RayTaskError) and not isinstance(error, TaskCancelledError):
-            cause = error.cause  # of our own code, or of Ray about a result that finds no room
+            cause = error.cause  # raised by our code, or by Ray if a result finds no room
             no_room = isinstance(cause, (ObjectStoreFullError, OutOfDiskError))
             outcome = DocumentError(type(cause).__name__, first_line(cause), "worker", no_room)
         return [Returned(call.worker, call.lease, outcome)]
@@ -366,8 +353,8 @@ class Pool:
         return StartFailed(worker, f"{reason} (on {host})" if host else reason)
 
     def _overdue_starts(self) -> list[Event]:
-        """Give up workers that hang while they load. One that waits for its resources does not load
-        yet.
+        """Give up workers with hanging loads. Workers waiting for resources have not begun to
+        load.
         """
         latest = self.clock() - START_S
         late = [
@@ -381,10 +368,10 @@ class Pool:
         ]
 
     def _drains(self) -> list[Event]:
-        """Report, once each, the workers on nodes that are about to go."""
+        """Report workers on draining nodes, once each."""
         if not self._drain_pace.is_due(self.clock()):
             return []
-        nodes = state.get_draining_nodes()  # `ray.nodes()` does not say it
+        nodes = state.get_draining_nodes()  # `ray.nodes()` does not show it
         events: list[Event] = []
         for name, actor in self._actors.items():
             if actor.info is None or actor.is_draining or actor.dying_since is not None:
@@ -395,9 +382,7 @@ class Pool:
         return events
 
     def _verdicts(self) -> list[Event]:
-        """Forget the workers that are gone and whose cause of death is known by now, and report
-        it.
-        """
+        """Report lost workers once the cause is known, and remove them."""
         dying = {
             name: actor for name, actor in self._actors.items() if actor.dying_since is not None
         }
@@ -411,7 +396,7 @@ class Pool:
             assert actor.info is not None
             assert actor.dying_since is not None
             node_died = actor.info.node_id not in alive
-            # of others Ray may yet report the node
+            # Ray may still report the loss of the node
             is_known = actor.info.node_id == here and actor.is_dead
             if node_died or is_known or actor.dying_since <= long_ago:
                 self.kill(name)
@@ -420,11 +405,11 @@ class Pool:
         return events
 
     def kill(self, worker: str) -> None:
-        """End a worker and forget its calls."""
+        """Kill a worker and drop its calls."""
         ray.kill(self._actors.pop(worker).handle, no_restart=True)
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of Ray's message, which names the exception that mattered."""
+    """Return the last line of Ray's message, which names the decisive exception."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,6 +1,4 @@
-"""The plan of a start: its documents with their tokens, estimated from a sample, and the memory
-that a worker takes.
-"""
+"""The plan of a start: token estimates of its documents, and the memory of a worker."""
 
 import random
 from array import array
@@ -32,37 +30,35 @@ from specextend.models import ModelFacts
 from specextend.stats import ratio
 
 SAMPLE_SIZE = 200
-"""Rows whose texts are tokenized to estimate tokens per byte."""
+"""Sampled rows for the estimate of tokens per byte."""
 SAMPLE_BYTES = 64 << 10
-"""Most bytes of each that are tokenized: that takes a hundred times the memory of the text."""
+"""Maximum bytes tokenized per row. Tokenizing takes a hundred times the memory of the text."""
 BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Upper bounds of the length buckets, in prompt tokens."""
 
 
 class Plan(NamedTuple):
-    """The documents of a start with their estimated tokens."""
+    """The documents of a start and their estimated tokens."""
 
     estimates: Estimates
-    """Of the documents that a model has to see."""
+    """Documents to decode."""
     refused: Ints
-    """[R, 2] file and row of the rows that are sure to become error rows."""
+    """File and row [R, 2] of the rows certain to become error rows."""
     rejected: Counter[str]
-    """Number of these by error class."""
+    """Count of refused rows by error class."""
     num_over_length: int
-    """Number of rows whose estimate exceeds the prompt limit, so that the length policy applies to
-    them.
-    """
+    """Rows over the prompt limit, subject to the length policy."""
     num_cut: int
-    """Number of these that are cut, because the policy is neither `error` nor `parts`."""
+    """Rows cut by the length policy."""
     unread: float
-    """Share of all documents' tokens that nothing reads, as estimated."""
+    """Share of all tokens lost by cuts."""
 
     def says_cut(self) -> list[str]:
-        """Describe in a line how much is cut; none if nothing is."""
+        """Describe the cuts in a line; empty without cuts."""
         return describe_cut(self.num_cut, len(self.estimates), self.unread)
 
     def num_prompt_tokens(self) -> int:
-        """Sum the estimated prompt tokens of all documents."""
+        """Return the sum of estimated prompt tokens."""
         return int(self.estimates.num_prompt_tokens.sum(dtype=np.int64))
 
     def buckets(self) -> dict[str, int]:
@@ -77,17 +73,17 @@ class Plan(NamedTuple):
 def make_plan(
     source: Source, tasks: Sequence[Task], keys: RowSet, checkpoint: Checkpoint = lambda: None
 ) -> Plan:
-    """Estimate the documents of `keys` in one streaming pass over the input.
+    """Estimate the documents of `keys` in a single pass over the input.
 
-    tasks: of the run; the first one has the limit of rows without one, and the seed of the sample.
-    checkpoint: called for every row; may raise.
+    Args:
+        tasks: Tasks of the run. The first supplies the default output limit and the sampling seed.
+        checkpoint: Called for every row; may raise.
     """
     prompts = tasks[0].prompts
     decoding = tasks[0].config.decoding
     lengths = array("q")
     refused = array("q")
     rejected = Counter[str]()
-    """Four numbers for each row, as `_estimate` takes them: ten million rows must fit."""
     size = min(len(keys), SAMPLE_SIZE)
     sample = set(random.Random(decoding.seed).sample(range(len(keys)), size))
     num_rows = num_tokens = num_bytes = 0
@@ -103,7 +99,7 @@ def make_plan(
             continue
         assert row.text is not None, "a null text is an error"
         if num_rows in sample or not num_bytes:
-            beginning = row.text[:SAMPLE_BYTES].decode(errors="ignore")  # cut between characters
+            beginning = row.text[:SAMPLE_BYTES].decode(errors="ignore")  # may cut a character
             num_tokens += len(prompts.encode_document(beginning))
             num_bytes += len(beginning.encode())
         num_rows += 1
@@ -117,11 +113,15 @@ def make_plan(
 def _estimate(
     lengths: Ints, tasks: Sequence[Task], per_byte: float
 ) -> tuple[Estimates, int, int, float]:
-    """Estimate the tokens of all tasks together; of prompts that begin alike the document is read
-    once.
+    """Estimate the tokens of all tasks together. Equal prompt prefixes are read once.
 
-    lengths: [N, 4] of file, row, bytes and most output tokens. per_byte: tokens. Returns the
-    estimates, the rows over the limit, and of these how many are cut and the share that is unread.
+    Args:
+        lengths: File, row, bytes and maximum output tokens [N, 4].
+        per_byte: Tokens per byte.
+
+    Returns:
+        The estimates, the number of rows over the limit, the number of cut rows, and the unread
+            share.
     """
     files, rows, num_bytes, limits = lengths.T
     documents = np.round(num_bytes * per_byte).astype(np.int64)
@@ -149,9 +149,7 @@ def _estimate(
 
 
 def _request_tokens(documents: Ints, limits: Ints, prompts: Prompts) -> tuple[Ints, Ints, Any]:
-    """Return the prompt and output tokens of documents [N], cut or in parts as the policy says, and
-    which are too long for one prompt.
-    """
+    """Return prompt tokens [N], output tokens [N] and a mask of documents too long for a prompt."""
     uncut = prompts.num_template_tokens + documents
     most = prompts.limit - limits
     longest = prompts.options.max_prompt_tokens
@@ -167,9 +165,7 @@ def _request_tokens(documents: Ints, limits: Ints, prompts: Prompts) -> tuple[In
 
 
 def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:
-    """Return the error class of a `max_new_tokens` that leaves no room for a document; None if
-    there is room.
-    """
+    """Return the error class if `max_new_tokens` leaves no room for a document."""
     try:
         prompts.room(max_new_tokens)
     except DocumentError as error:
@@ -178,10 +174,12 @@ def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:
 
 
 def plan_memory(config: RunConfig, facts: ModelFacts, plan: Plan) -> Values:
-    """Plan a worker's memory, as JSON values: `memory_gib` of `memory_bytes`, and `cache`.
+    """Plan a worker's memory, as JSON values.
 
-    `cache` is what the longest document takes of the target's cache, and how many such documents
-    fit, and how many as long as the mean; None if there is no document.
+    Returns:
+        `memory_gib` by purpose, and `cache`: the share of the longest document, and how many such
+            or
+        average documents fit. `cache` is None without documents.
     """
     sizes = {name: size / GIB for name, size in memory_bytes(config, facts).items()}
     totals = _request_lengths(config, facts, plan)
@@ -201,11 +199,9 @@ def plan_memory(config: RunConfig, facts: ModelFacts, plan: Plan) -> Values:
 
 
 def settle_batch_size(config: RunConfig, facts: ModelFacts, plan: Plan) -> RunConfig:
-    """Return the configuration with a number in the place of `decoding.max_batch_size: auto`, by
-    these documents.
+    """Replace `decoding.max_batch_size: auto` by a number, equal for all workers.
 
-    It is the same for all workers. Only if they run on this machine is the memory of their GPUs
-    known, else `decoding.cache_gib` alone counts.
+    GPU memory is taken into account only if the workers run on this machine.
     """
     lengths = _request_lengths(config, facts, plan)
     num_tokens = (int(lengths.mean()), int(lengths.max())) if len(lengths) else None
@@ -214,9 +210,7 @@ def settle_batch_size(config: RunConfig, facts: ModelFacts, plan: Plan) -> RunCo
 
 
 def _request_lengths(config: RunConfig, facts: ModelFacts, plan: Plan) -> Ints:
-    """Return the tokens of each document that will be decoded, prompt and output; of several
-    requests, those of one.
-    """
+    """Return the tokens of each document's longest request, prompt and output."""
     totals = plan.estimates.totals()
     if config.prompt.length_policy != "parts" and not config.tasks:
         return totals
