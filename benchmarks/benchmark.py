@@ -1,6 +1,6 @@
-"""A benchmark, as its YAML file describes it: documents x variants.
+"""A benchmark described by a YAML file: documents x variants.
 
-A variant is a set of configuration overrides, or a peer: another system on the same weights.
+A variant is a set of configuration overrides, or a peer: another system with the same weights.
 """
 
 from __future__ import annotations
@@ -31,54 +31,46 @@ ProbeKind = Literal["passkey", "needles", "quote"]
 
 
 class Benchmark(BaseModel):
-    """One benchmark. Frozen; an unknown key raises."""
+    """A benchmark. Frozen; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     about: str
-    """What it measures, in one sentence."""
+    """Purpose of the benchmark, in a sentence."""
     config: str = "configs/smollm2.yaml"
     """Configuration of the pair."""
     set: dict[str, Any] = {}
-    """Overrides of the configuration for all variants: `section.key` to value."""
+    """Overrides for all variants: `section.key` to value."""
     documents: str = "examples/govreport.parquet"
-    """Parquet file or folder with the columns that the configuration names under `input`."""
+    """Parquet file or folder with the columns of the configuration's `input` section."""
     buckets: tuple[int, ...] = Field(default=(1024, 2048, 4096, 8192), min_length=1)
-    """Upper bounds of the prompt in tokens: powers of two, 512 or more (with `probes` any number
-    from 512).
+    """Upper bounds of prompt lengths: powers of two from 512 (with `probes` any number from
+    512).
     """
     per_bucket: int = Field(default=3, ge=1)
-    """Documents of each bucket (with `probes`: of each bucket and kind)."""
+    """Documents per bucket (with `probes`: per bucket and kind)."""
     cut_to: int | None = Field(default=None, ge=1)
-    """Tokens to which all prompts are cut, instead of buckets; the first `per_bucket` documents are
-    taken.
-    """
+    """Cut the first `per_bucket` documents to this number of tokens, instead of using buckets."""
     probes: tuple[ProbeKind, ...] = ()
-    """Replay documents with a known answer and see what the draft may look at, instead of timing
-    anything.
-    """
+    """Replay documents with known answers to study the draft's view, without timing."""
     together: int = Field(default=1, ge=1)
-    """Documents that are handed over together; a variant sets `decoding.max_batch_size`, which is 1
-    otherwise.
-    """
+    """Documents per call. `decoding.max_batch_size` of a variant defaults to 1."""
     mixed: bool = False
-    """Hand documents of all buckets over together, one of each in turn."""
+    """Mix documents of all buckets in each call."""
     max_new_tokens: int = Field(default=64, ge=1)
-    """Most tokens to decode for a document."""
+    """Maximum output tokens per document."""
     sampling: dict[str, Any] = {}
-    """Values of `SamplingParams`; greedy by default, and always greedy with a peer."""
+    """Values of `SamplingParams`. Greedy by default, and always with a peer."""
     repeats: int = Field(default=1, ge=1)
     """Measurements of each document on each variant."""
     base: str
-    """Variant to which outputs are compared; documents that it decodes into a loop are counted
-    apart.
+    """Variant whose outputs are the reference. Documents it decodes into a loop are counted
+    separately.
     """
     variants: dict[str, PeerName | dict[str, Any] | None] = Field(min_length=1)
-    """Name to overrides of the configuration, or to the name of a peer; nothing is the
-    configuration as it is.
-    """
+    """Overrides of each variant, or the name of a peer; empty for the plain configuration."""
     tables: tuple[str, ...]
-    """Tables to print, as `tables.py` reads them."""
+    """Tables to print, see `tables.py`."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -93,26 +85,24 @@ class Benchmark(BaseModel):
         for bucket in self.buckets:
             if bucket < 512 or (not self.probes and bucket & (bucket - 1)):
                 raise ValueError(f"a bucket must be a power of two, 512 or more, got {bucket}")
-        self.sampling_params  # noqa: B018  which refuses what no request takes
+        self.sampling_params  # noqa: B018 raises for unknown options
         return self
 
     @property
     def peers(self) -> dict[str, PeerName]:
-        """Return the variants that are peers."""
+        """Return the variants with peers."""
         return {name: value for name, value in self.variants.items() if isinstance(value, str)}
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """Return how tokens are chosen. Raises ValueError for an unknown name or value."""
+        """Return the sampling options. Raises ValueError for unknown names or values."""
         try:
             return SamplingParams(**self.sampling)
         except TypeError as error:
             raise ValueError(f"sampling: {error}") from None
 
     def configs(self) -> dict[str, RunConfig]:
-        """Return the configuration of each variant; that of a peer is the configuration for all.
-        Raises ValueError.
-        """
+        """Return the configuration of each variant; peers use the common configuration."""
         return {name: self._config(value) for name, value in self.variants.items()}
 
     def _config(self, variant: PeerName | dict[str, Any] | None) -> RunConfig:
@@ -130,11 +120,14 @@ class Benchmark(BaseModel):
     def load(
         cls, path: str, overrides: Iterable[str] = (), only: Iterable[str] | None = None
     ) -> Self:
-        """Read a YAML file, and apply `key=value` overrides of its own keys, or `section.key=value`
-        for all variants.
+        """Read a YAML file and apply overrides.
 
-        only: the variants to keep; the first is the base unless the file's is among them. Raises
-        ValueError if a key or value is not allowed.
+        Args:
+            overrides: `key=value` for keys of the file, `section.key=value` for all variants.
+            only: Variants to keep. If the base is not among them, the first becomes the base.
+
+        Raises:
+            ValueError: A key or value is not allowed.
         """
         values = read_yaml(Path(path))
         for override in overrides:
@@ -165,7 +158,6 @@ class Benchmark(BaseModel):
 
 
 def _sentence(detail: Any) -> str:
-    """Turn one of pydantic's errors into a phrase that names the key."""
     key = ".".join(str(part) for part in detail["loc"][:2])
     if detail["type"] == "extra_forbidden":
         return f"unknown key {key}; known keys are {', '.join(Benchmark.model_fields)}"

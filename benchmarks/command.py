@@ -1,4 +1,4 @@
-"""The command line of benchmarks: measure what a YAML file says, or show a result."""
+"""The command line of benchmarks: run a YAML file, or show a result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTERRUPTED = 75
 
 
 def main(arguments: Sequence[str] | None = None, description: str | None = None) -> int:
-    """Measure or show, and return the exit code."""
+    """Run or show a benchmark, and return the exit code."""
     options = _parser(description).parse_args(arguments)
     try:
         result = (
@@ -44,13 +44,13 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--json {path} cannot be written; name a file in a folder that is there")
     for table in benchmark.tables:
         check_table(table, benchmark.variants)
-    from benchmarks.run import run  # which loads torch
+    from benchmarks.run import run  # imports torch
 
     return run(benchmark, _say, lambda result: None if path is None else write_result(path, result))
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a result, one row a line, whole or not at all."""
+    """Write a result atomically, with a row per line."""
     head = {name: value for name, value in result.items() if name != "rows"} | {"rows": []}
     text = json.dumps(head, indent=1, ensure_ascii=False, allow_nan=False).removesuffix("[]\n}")
     rows = ",\n  ".join(
@@ -62,7 +62,7 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Read a result. Raises ValueError if the file is none."""
+    """Read a result. Raises ValueError for other files."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
         return {**result, "rows": [*result["rows"]], "benchmark": {**result["benchmark"]}}

@@ -1,4 +1,4 @@
-"""The documents of a benchmark: whole reports of given lengths, rendered once for all variants."""
+"""Documents of a benchmark: whole reports by length, rendered once for all variants."""
 
 from __future__ import annotations
 
@@ -16,23 +16,21 @@ from specextend.data.prompts import Prompts
 from specextend.models import load_tokenizer, read_facts
 
 SMALLEST = 512
-"""Upper bound in tokens of the smallest bucket."""
+"""Upper bound of the smallest bucket, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
-    """Prompts that are handed over together."""
+    """Prompts decoded together."""
 
     doc_ids: list[str]
     bucket: str
-    """Column of the tables that they belong to, such as `2K`."""
+    """Table column, such as `2K`."""
     prompts: list[list[int]]
 
 
 def bucket_of(num_tokens: int) -> int:
-    """Return the upper bound of a prompt's bucket: the smallest power of two, at least 512, that
-    holds it.
-    """
+    """Return the upper bound of a prompt's bucket: a power of two, at least 512."""
     return max(SMALLEST, 1 << (num_tokens - 1).bit_length())
 
 
@@ -42,10 +40,10 @@ def bucket_name(bucket: int) -> str:
 
 
 def choose_documents(benchmark: Benchmark, configs: Sequence[RunConfig]) -> list[PromptGroup]:
-    """Choose the first documents of each bucket that fit whole, with their output, into every
-    variant's context.
+    """Choose the first documents of each bucket that fit every variant's context with their output.
 
-    Raises ValueError if the documents cannot be read, or if a bucket has too few of them.
+    Raises:
+        ValueError: The documents cannot be read, or a bucket has too few.
     """
     config = configs[0]
     facts = read_facts(config.target.model)
@@ -98,9 +96,7 @@ def _groups(
 def _rendered(
     config: RunConfig, prompts: Prompts, max_new_tokens: int
 ) -> Iterator[tuple[str, list[int], bool]]:
-    """Yield the id and the tokens of each document, and whether it is whole; none for one that does
-    not fit.
-    """
+    """Yield id, tokens and completeness of each document that fits."""
     for doc_id, text in read_texts(config):
         try:
             prompt = prompts.render(text, max_new_tokens)
@@ -110,9 +106,7 @@ def _rendered(
 
 
 def read_texts(config: RunConfig) -> list[tuple[str, str]]:
-    """Read ids and texts, in input order. Raises ValueError if the columns or the file are not
-    there.
-    """
+    """Read ids and texts in input order. Raises ValueError for missing files or columns."""
     options: Any = config.input
     columns = [options.text_column, *([options.id_column] if options.id_column else [])]
     try:

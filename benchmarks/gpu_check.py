@@ -1,10 +1,9 @@
-"""The check of a GPU, part by part: is it right there, what would a start choose, and how long do
-steps take?
+"""Check a GPU in parts: correct results, a start's choices, and the duration of steps.
 
-`python3 -m benchmarks.gpu_check --out out/gpu` leaves `summary.json`, files of its parts, and
-`said.txt` with all that they said, each written as soon as there is something to say. Each part has
-a process and a time of its own, so that one which hangs, or breaks its GPU, costs itself alone. The
-exit code is 1 if a part failed, or a kernel that can run there is wrong.
+`python3 -m benchmarks.gpu_check --out out/gpu` writes `summary.json`, files of its parts, and
+`said.txt` with all output, each as early as possible. Each part has a process and a time limit, so
+hangs and broken GPUs affect a single part. The exit code is 1 if a part failed, or a runnable
+kernel is wrong.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ LIMITS_S = {
     "steps": 130,
     "profile": 40,
 }
-"""Seconds of each part, together less than eight minutes."""
+"""Time limits in seconds, less than eight minutes together."""
 _CPU_FACTOR = 10
-"""How many times as long the parts may take on a CPU."""
+"""Factor of the limits on a CPU."""
 _TESTS = {"kernels": "tests/gpu/test_cuda.py", "tiny-pair": "tests/gpu/test_cuda_engine.py"}
 PYTEST = (
     *(
@@ -70,9 +69,9 @@ PYTEST = (
     ),
     *("--import-mode", "importlib", "-p", "no:cacheprovider"),
 )
-"""Nothing of the repository's own settings, which need packages of their own."""
+"""Ignores the repository's pytest settings, which need more packages."""
 _SHOWN = 4000
-"""Characters of what a part said that are kept: the last ones."""
+"""Maximum characters kept of a part's output, from its end."""
 _GRACE_S = 5
 _OPERATORS = 25
 """Lines of a profile."""
@@ -90,11 +89,11 @@ _CELLS = (
     (16, GRAPHS, _NARROW),
     (16, "triton", _WIDE),
 )
-"""Sequences, way to run the engine, and tree (None: plain steps). The most telling first."""
+"""Sequences, engine mode and tree (None: plain steps), the most telling first."""
 
 
 def proofs(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> Iterator[Found]:
-    """Yield the verdicts of a start, then the milliseconds of what it would take."""
+    """Yield the verdicts of a start, then the milliseconds of its choices."""
     shape = TINY[0] if tiny else FULL[-1]
     values = shape.target
     num_heads = values["num_attention_heads"]
@@ -125,7 +124,7 @@ def proofs(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> It
 
 
 def steps(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> Iterator[Found]:
-    """Yield the milliseconds of steps, and prompts, of each combination until the time is up."""
+    """Yield the milliseconds of steps and prompts of each combination until the time is up."""
     ends_at, shape = time.monotonic() + limit_s, TINY[-1] if tiny else FULL[-1]
     pair = Pair(shape, device, torch.bfloat16)
     for batch, backend, tree in _CELLS[:5] if tiny else _CELLS:
@@ -149,9 +148,7 @@ def steps(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> Ite
 
 
 def profiles(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> Iterator[Found]:
-    """Yield how kernels for prompts compare, then the operators that take most time in chunks and
-    in steps.
-    """
+    """Yield a comparison of prompt kernels, then the slowest operators of chunks and steps."""
     length = 256 if tiny else _LENGTH
     yield from _prompt_kernels(device, traits_of(device).prefill_chunk if not tiny else 64, length)
     pair = Pair(TINY[-1] if tiny else FULL[-1], device, torch.bfloat16)
@@ -174,9 +171,7 @@ def profiles(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> 
 
 
 def _prompt_kernels(device: torch.device, num_queries: int, num_keys: int) -> Iterator[Found]:
-    """Yield the milliseconds of a chunk's attention to the rows before it, by cuDNN and by torch's
-    flash kernel.
-    """
+    """Yield the milliseconds of a chunk's attention to earlier rows, by cuDNN and torch flash."""
     make = partial(torch.randn, device=device, dtype=torch.bfloat16)
     q, k, v = make(1, 32, num_queries, 128), make(1, 32, num_keys, 128), make(1, 32, num_keys, 128)
     operators = torch.ops.aten
@@ -200,9 +195,7 @@ def _prompt_kernels(device: torch.device, num_queries: int, num_keys: int) -> It
 
 
 def run_part(name: str, device: torch.device, folder: Path, *, tiny: bool) -> int:
-    """Run a part in this process, and write what it finds after each finding; return the exit
-    code.
-    """
+    """Run a part in this process and write each finding at once; return the exit code."""
     part = {"proof": proofs, "steps": steps, "profile": profiles}[name]
     found: list[Found] = []
     for each in part(name, device, seconds_for(name, device) - 15, tiny=tiny):
@@ -213,21 +206,19 @@ def run_part(name: str, device: torch.device, folder: Path, *, tiny: bool) -> in
 
 
 def seconds_for(name: str, device: torch.device) -> float:
-    """Return the seconds that a part may take."""
+    """Return the time limit of a part."""
     return LIMITS_S[name] * (_CPU_FACTOR if device.type == "cpu" else 1)
 
 
 def write(folder: Path, name: str, found: Any) -> None:
-    """Write what was found so far, whole or not at all."""
+    """Write the findings so far, atomically."""
     temporary = folder / f".{name}.tmp"
     temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     temporary.replace(folder / f"{name}.json")
 
 
 def run_limited(command: list[str], limit_s: float, log: Path) -> tuple[int, str]:
-    """Run a command, whose words are added to `log` at once; return its exit code, and the last of
-    what it said.
-    """
+    """Run a command with its output in `log`; return the exit code and the end of the output."""
     with log.open("ab") as said:
         begin = said.tell()
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
@@ -241,9 +232,7 @@ def run_limited(command: list[str], limit_s: float, log: Path) -> tuple[int, str
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> None:
-    """End a process; it has a few seconds to end what it started, which would use the GPU beside
-    the next part.
-    """
+    """End a process, with a few seconds to end children that would keep using the GPU."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(_GRACE_S)
@@ -253,7 +242,7 @@ def _interrupt(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> int:
-    """Run all parts one after the other, or the one that is named; return the exit code."""
+    """Run all parts or the named part; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

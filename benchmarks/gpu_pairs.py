@@ -1,8 +1,4 @@
-"""Pairs of target and draft with random weights, made on the device; nothing is read from a file or
-written to one.
-
-Nothing here needs a configuration or a tokenizer's files.
-"""
+"""Pairs of target and draft with random weights, made on the device without any files."""
 
 from __future__ import annotations
 
@@ -30,18 +26,18 @@ from specextend.models import rope_frequencies
 
 
 class SkippedError(Exception):
-    """What this machine cannot run; the message says why."""
+    """A combination that this machine cannot run; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairShape:
-    """The shapes of a target and its draft."""
+    """Shapes of a target and its draft."""
 
     name: str
     target: Mapping[str, Any]
     """Arguments of LlamaConfig."""
     draft: Mapping[str, Any] | None
-    """Arguments of LlamaConfig of a small model; None: an EAGLE-3 head as wide as the target."""
+    """Arguments of LlamaConfig for a small model; None: an EAGLE-3 head as wide as the target."""
     tree: TreeOptions
     cache: CacheOptions
 
@@ -91,16 +87,16 @@ TINY = (
     PairShape(name="tiny + model", draft=_TINY_TARGET, **_TINY),
     PairShape(name="tiny + EAGLE-3", draft=None, **_TINY),
 )
-"""Heads of 64 elements, which every kernel takes."""
+"""Heads of 64 elements, supported by every kernel."""
 _HEAD_VOCABULARY = 32000
-"""Tokens that an EAGLE-3 head proposes, at most."""
+"""Maximum vocabulary of an EAGLE-3 head."""
 
 
 class Pair:
-    """A target and a draft of one shape, on a device."""
+    """A target and a draft of a shape, on a device."""
 
     def __init__(self, shape: PairShape, device: torch.device, dtype: torch.dtype) -> None:
-        """Make the weights, the same ones each time on the same device."""
+        """Make the weights, always the same on the same device."""
         torch.manual_seed(0)
         self.shape = shape
         self.model = random_llama(shape.target, device, dtype)
@@ -116,7 +112,7 @@ class Pair:
                 _imitate(self.draft_model, self.model)
 
     def to(self, device: torch.device) -> Pair:
-        """Return a copy of the pair on another device."""
+        """Return a copy on another device."""
         moved = copy.copy(self)
         moved.model, moved.draft_model = (
             None if model is None else copy.deepcopy(model).to(device)
@@ -127,19 +123,18 @@ class Pair:
 
 
 GRAPHS = "triton, graphs"
-"""A way to run the engine, besides the names of attention backends: the steps are captured."""
+"""Engine mode with captured steps; other modes are names of attention backends."""
 
 
 class EngineParts:
-    """The engine's target and drafter around a pair, for a batch of sequences of one length at
-    most.
-    """
+    """The engine's target and drafter for a batch of equally long sequences."""
 
     def __init__(self, pair: Pair, backend: str, batch: int, num_tokens: int) -> None:
-        """Attend with `backend`, with room for `num_tokens` tokens of each sequence, prompt and
-        output together.
+        """Build the parts.
 
-        GRAPHS captures the steps.
+        Args:
+            backend: Attention backend, or GRAPHS.
+            num_tokens: Room for each sequence, prompt and output together.
         """
         shape, model = pair.shape, _own(pair.model)
         name = backend.partition(",")[0]
@@ -159,7 +154,7 @@ class EngineParts:
         self.drafter = CausalDrafter(self.network, shape.tree, "dense", visible, batch, self.graphs)
 
     def engine(self, *, speculates: bool) -> Engine:
-        """Make an engine of the parts; without speculation it decodes one token a step."""
+        """Make an engine; without speculation it decodes a token per step."""
         return Engine(
             TokenNumbers(),
             self.target,
@@ -188,24 +183,24 @@ class EngineParts:
 
 
 class TokenNumbers:
-    """A tokenizer whose tokens are called by their numbers."""
+    """A tokenizer with numbers as tokens."""
 
     added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def decode(self, token_ids: list[int], **_: bool) -> str:
-        """Return the numbers with spaces between."""
+        """Return the numbers, separated by spaces."""
         return " ".join(map(str, token_ids))
 
 
 def _graphs(device: torch.device) -> Graphs:
-    """Return graphs that capture. Raises SkippedError for a CPU."""
+    """Return capturing graphs. Raises SkippedError for a CPU."""
     if device.type != "cuda":
         raise SkippedError("steps are captured on a GPU only")
     return Graphs(CudaCapture())
 
 
 def require_backend(name: str, device: torch.device) -> Attend:
-    """Return an attention backend. Raises SkippedError if it does not run on the device."""
+    """Return an attention backend. Raises SkippedError for unsupported devices."""
     try:
         return load_backend(name, device)
     except ValueError as error:
@@ -213,7 +208,7 @@ def require_backend(name: str, device: torch.device) -> Attend:
 
 
 def random_llama(values: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
-    """Make a Llama with random weights on a device."""
+    """Make a random Llama on a device."""
     config = LlamaConfig(**values)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -221,21 +216,19 @@ def random_llama(values: Mapping[str, Any], device: torch.device, dtype: torch.d
 
 
 def _own(model: Any) -> Any:
-    """Return a copy of a model, whose layers the engine may replace; the weights are shared."""
+    """Return a copy whose layers may be replaced; the weights are shared."""
     return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
 
 
 def _imitate(draft: Any, target: Any) -> None:
-    """Give a draft the target's weights with a little noise, so that right and wrong guesses both
-    occur.
-    """
+    """Give a draft the target's weights with noise, so that right and wrong guesses both occur."""
     draft.load_state_dict(target.state_dict())
     for weight in draft.parameters():
         weight.add_(torch.randn_like(weight) * weight.std() * 0.02)
 
 
 def _describe_head(config: Any) -> HeadShape:
-    """Describe an EAGLE-3 head whose layer is as wide as the target's."""
+    """Describe an EAGLE-3 head with the target's width."""
     return HeadShape(
         folder=Path(),
         format="EAGLE-3",
@@ -255,7 +248,7 @@ def _describe_head(config: Any) -> HeadShape:
 
 
 def _random_weights(head: HeadShape, model: Any) -> dict[str, Tensor]:
-    """Make a head's weights on the target's device, those of norms 1."""
+    """Return random weights of a head on the target's device; norms are 1."""
     made = {"device": model.device, "dtype": model.dtype}
     std = model.config.initializer_range
     return {

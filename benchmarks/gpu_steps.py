@@ -1,10 +1,9 @@
-"""Prefill, plain and speculative steps at the shapes of shipped pairs on a GPU: `python3 -m
-benchmarks.gpu_steps`.
+"""Prefill, plain and speculative steps at the shapes of shipped pairs on a GPU.
 
-Weights and prompts are random, so times are real and tokens mean nothing. A line of JSON for each
-combination goes to the standard output; one that fails says why.
+    python3 -m benchmarks.gpu_steps
 
-Shapes: `B` sequences.
+Weights and prompts are random, so times are real and tokens meaningless. Prints a line of JSON per
+combination, with the reason if it failed. Shapes: `B` sequences.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from specextend.stats import DecodingStats
 Row = dict[str, Any]
 _BACKENDS = ("sdpa", "triton", "flash")
 GRID = ((1, 16384), (4, 8192), (1, 2048))
-"""Sequences, and tokens of their prompts; the most telling first."""
+"""Sequences and prompt tokens, the most telling first."""
 TINY_GRID = ((2, 256),)
 NEW_TOKENS = 32
 
 
 def steps(device: torch.device, limit_s: float, *, tiny: bool) -> Iterator[Row]:
-    """Yield the milliseconds of each combination until the time is up; what does not run says
-    why.
+    """Yield the milliseconds of each combination, or the reason of a failure, until the time is
+    up.
     """
     shapes, grid = (TINY, TINY_GRID) if tiny else (FULL, GRID)
     ends_at = time.monotonic() + limit_s
@@ -61,7 +60,7 @@ def steps(device: torch.device, limit_s: float, *, tiny: bool) -> Iterator[Row]:
 
 
 def try_steps(pair: Pair, backend: str, batch: int, length: int, *, speculates: bool) -> Row:
-    """Return what `measure_steps` does, or why it cannot."""
+    """Return the result of `measure_steps`, or the reason of a failure."""
     try:
         return measure_steps(pair, backend, batch, length, speculates=speculates)
     except (SkippedError, RuntimeError) as error:
@@ -69,7 +68,7 @@ def try_steps(pair: Pair, backend: str, batch: int, length: int, *, speculates: 
 
 
 def decode(engine: Engine, batch: int, num_tokens: int) -> DecodingStats:
-    """Decode a batch of prompts of one length, which are read before the first step."""
+    """Decode a batch of equally long prompts, all read before the first step."""
     engine.decode_share = 0.0
     requests = [
         Request(request_id=str(i), prompt_token_ids=[1 + i] * num_tokens, max_new_tokens=NEW_TOKENS)
@@ -82,8 +81,8 @@ def decode(engine: Engine, batch: int, num_tokens: int) -> DecodingStats:
 
 
 def measure_steps(pair: Pair, backend: str, batch: int, length: int, *, speculates: bool) -> Row:
-    """Decode a batch of prompts of one length after a warm-up, and return the milliseconds of a
-    step by phase.
+    """Warm up, decode a batch of equally long prompts, and return milliseconds per step by
+    phase.
     """
     device = pair.model.device
     if device.type == "cuda":
@@ -109,7 +108,7 @@ def measure_steps(pair: Pair, backend: str, batch: int, length: int, *, speculat
 
 
 def main() -> int:
-    """Measure, and print a line for each combination."""
+    """Measure and print a line per combination."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

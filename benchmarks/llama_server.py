@@ -1,11 +1,9 @@
-"""llama.cpp's server as a process of its own, which prints its address and ends when its standard
-input does.
+"""llama.cpp's server in a separate process, because thread pools of torch would slow down both.
 
-Beside torch in one process both are slower by a third: each has a pool of OpenMP threads of its
-own.
+Prints its address, and ends with its standard input.
 
-    python benchmarks/llama_server.py '{"path": "target.gguf", "num_tokens": 8192, "cache": "F16",
-    "threads": 2}'
+    python benchmarks/llama_server.py
+        '{"path": "target.gguf", "num_tokens": 8192, "cache": "F16", "threads": 2}'
 """
 
 from __future__ import annotations
@@ -19,11 +17,14 @@ from typing import Any
 def serve(
     path: str, num_tokens: int, cache: str, threads: int, drafts: Mapping[str, Any] = {}
 ) -> Any:
-    """Load a GGUF file with room for `num_tokens` tokens into a server with one slot, on loopback
-    only.
+    """Load a GGUF file into a server with a single slot, on loopback only.
 
-    drafts: a `kind` of n-gram drafts (`simple`, `map_k`, `mod`) with its options; none without it.
-    Raises RuntimeError if llama.cpp refuses the file.
+    Args:
+        num_tokens: Size of the context.
+        drafts: A `kind` of n-gram drafts (`simple`, `map_k`, `mod`) with its options.
+
+    Raises:
+        RuntimeError: llama.cpp refuses the file.
     """
     import xllamacpp
 

@@ -1,14 +1,11 @@
-"""The needle study: which parts of a document a cache policy lets the draft see, and what the draft
-makes of them.
+"""The needle study: parts of a document shown by a cache policy, and the draft's use of them.
 
-Documents are probes: prompts of real text with a hidden detail that the answer must repeat word for
-word. `passkey` hides one number, `needles` four to eight codes, all of which are asked for; `quote`
-asks for a passage of the text itself. The target reads prompt and known answer; the draft is then
-called as the engine calls it, one step after the other, and a node of its tree counts as accepted
-as long as its path follows the target's own choices. Nothing is timed.
-
-Shapes: `T` tokens, `n` tokens of the answer, `C` hidden size, `F` features, `H` query heads, `K`
-key heads, `D` head size.
+Documents are probes: real text with a hidden detail to repeat word for word. `passkey` hides a
+number, `needles` four to eight codes; `quote` asks for a passage of the text. The target reads
+prompt and known answer, then the draft is called as in the engine, step by step. A node of its tree
+counts as accepted while its path follows the target's choices. Nothing is timed. Shapes: `T`
+tokens, `n` tokens of the answer, `C` hidden size, `F` features, `H` query heads, `K` key heads, `D`
+head size.
 """
 
 from __future__ import annotations
@@ -80,22 +77,22 @@ _WORDS = (
 )
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _MOST_WORDS = 80
-"""Words of a sentence, at most; anything longer is a table."""
+"""Maximum words of a sentence; longer ones are tables."""
 _MOST_CHARACTERS = 20_000
-"""Length of a text, at most; longer ones may be what a draft was trained on."""
+"""Maximum characters of a text; drafts may have been trained on longer ones."""
 _QUOTE = range(48, 129)
-"""Tokens of a passage to quote."""
+"""Tokens of a quoted passage."""
 _GIVEN_WORDS = 6
-"""Words of it that the question gives."""
+"""Words of the passage given in the question."""
 _FAR = 0.5
-"""A quote ends in this first part of the text."""
+"""Quotes end in this first part of the text."""
 _SLOT = 0
-"""The only sequence's place in the batch."""
+"""Batch slot of the only sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A prompt whose answer is known."""
+    """A prompt with a known answer."""
 
     doc_id: str
     kind: ProbeKind
@@ -103,9 +100,7 @@ class Probe:
     prompt_token_ids: list[int]
     answer_token_ids: list[int]
     sources: list[int | None]
-    """For each answer token, the prompt position of the needle token that it repeats; None for the
-    rest.
-    """
+    """Prompt position of the needle token repeated by each answer token; None for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +110,14 @@ class Hidden:
     sentences: list[str]
     question: str
     answer: list[tuple[str, bool]]
-    """(text, True if it is part of a needle), in order."""
+    """Pairs of text and True for parts of a needle, in order."""
 
 
 def replay_probes(
     benchmark: Benchmark, configs: Mapping[str, RunConfig], say: Callable[[str], None]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of each variant: one for each probe. Raises ValueError if a length has no room
-    for its probes.
+    """Yield the rows of each variant, a row per probe. Raises ValueError if a length is too
+    short.
     """
     first = next(iter(configs.values()))
     tokenizer = load_tokenizer(first.target.model)
@@ -136,12 +131,10 @@ def replay_probes(
 
 
 class ProbeMaker:
-    """Makes probes of any length from the sentences of real texts."""
+    """Makes probes of any length from sentences of real texts."""
 
     def __init__(self, tokenizer: Any, system: str, texts: Sequence[str]) -> None:
-        """Take `prompt.system` and the texts; a probe uses whole texts, in seeded order, until it
-        is long enough.
-        """
+        """Shuffle the texts; a probe joins whole texts until it is long enough."""
         self._tokenizer = tokenizer
         self._prompts = Prompts(
             tokenizer, PromptOptions(instruction="{{ document }}", system=system), 1 << 30
@@ -153,9 +146,10 @@ class ProbeMaker:
         ]
 
     def make(self, kind: ProbeKind, length: int, number: int) -> Probe:
-        """Make probe `number` of a kind, whose prompt has about `length` tokens and never more.
+        """Make a probe with at most `length` prompt tokens.
 
-        Raises ValueError if the texts are too short for it.
+        Raises:
+            ValueError: The texts are too short.
         """
         random, room = Random(f"{kind}-{length}-{number}"), length
         build = {"passkey": self._passkey, "needles": self._needles, "quote": self._quote}[kind]
@@ -215,8 +209,8 @@ class ProbeMaker:
         )
 
     def _passages(self, filler: list[str]) -> list[str]:
-        """Find passages to ask for: of the right length, far enough back, and identified by their
-        first words.
+        """Find passages to quote: of the right length, far back, and identified by their first
+        words.
         """
         ends, text = (
             [0, *accumulate(self._count(sentence) for sentence in filler)],
@@ -255,9 +249,7 @@ class ProbeMaker:
         )
 
     def _encode(self, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
-        """Tokenize the answer; return its tokens, and for each whether it holds a part of a
-        needle.
-        """
+        """Tokenize the answer; return tokens and marks for needle tokens."""
         text = "".join(piece for piece, _ in pieces)
         is_needle = [flag for piece, flag in pieces for _ in piece]
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -270,13 +262,13 @@ class ProbeMaker:
 
 
 def sentences_of(text: str) -> list[str]:
-    """Split a text into sentences with single spaces, and drop whatever is too long to be one."""
+    """Split a text into sentences, without overlong ones."""
     pieces = _SENTENCE_END.split(" ".join(text.split()))
     return [piece for piece in pieces if piece and len(piece.split()) <= _MOST_WORDS]
 
 
 def _scatter(random: Random, filler: list[str], needles: list[str]) -> list[str]:
-    """Insert needles between sentences of the filler. Raises ValueError if it has too few."""
+    """Insert needles between sentences. Raises ValueError if there are too few."""
     if len(filler) < len(needles):
         raise ValueError(
             f"{len(needles)} needles do not fit between {len(filler)} sentences; choose a larger "
@@ -290,10 +282,9 @@ def _scatter(random: Random, filler: list[str], needles: list[str]) -> list[str]
 
 
 def find_sources(prompt: list[int], answer: list[int], is_needle: list[bool]) -> list[int | None]:
-    """Find each run of needle tokens in the prompt; None for other tokens and for runs that are not
-    found.
+    """Find each run of needle tokens in the prompt; None for other tokens and missing runs.
 
-    A run is searched together with the tokens before it, which tell two equal codes apart.
+    The tokens before a run are included in the search, to distinguish equal codes.
     """
     sources: list[int | None] = [None] * len(answer)
     for first in (
@@ -312,23 +303,23 @@ def find_sources(prompt: list[int], answer: list[int], is_needle: list[bool]) ->
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What the target made of a prompt and the known answer behind it."""
+    """The target's result for a prompt and its known answer."""
 
     choice_token_ids: list[int]
-    """[n] its own choice in place of each answer token, given those before it."""
+    """Choice of the target for each answer token [n], given the earlier ones."""
     features: Tensor
-    """[prompt + n - 1, F] what the draft reads of it."""
+    """Features for the draft [prompt + n - 1, F]."""
     queries: list[Tensor]
-    """For each layer that scores: [n, H, D], from the prompt's last position on."""
+    """Queries of each scoring layer [n, H, D], from the prompt's last position."""
     keys: list[Tensor]
-    """For each layer that scores: [K, prompt + n - 1, D]."""
+    """Keys of each scoring layer [K, prompt + n - 1, D]."""
 
 
 class Replayer:
-    """The target and the draft of one variant, and what its policy shows of a probe."""
+    """Target and draft of a variant, with its cache policy."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Load the models. Raises ValueError if there is no draft."""
+        """Load the models. Raises ValueError without a draft."""
         if config.active_draft is None:
             raise ValueError("the needle study needs a draft; set decoding.mode to specextend")
         whole = replace(config.decoding, mode="tree")  # whole trees, and room for the whole text
@@ -340,7 +331,7 @@ class Replayer:
 
     @torch.inference_mode()
     def run(self, probe: Probe) -> dict[str, Any]:
-        """Replay a probe, and return its row. Raises ValueError if a cache is too small for it."""
+        """Replay a probe and return its row. Raises ValueError if a cache is too small."""
         target, drafter, num_new = self._engine.target, self._drafter, len(probe.answer_token_ids)
         region = target.cache.rows.take(len(probe.prompt_token_ids) + num_new)
         if region is None or not drafter.admit(_SLOT, len(probe.prompt_token_ids), num_new):
@@ -353,9 +344,7 @@ class Replayer:
             target.cache.rows.give_back(region)
 
     def _trace(self, probe: Probe, start: int) -> Trace:
-        """Run the prompt, then the answer, through the target; its cache has rows for them from
-        `start` on.
-        """
+        """Run prompt and answer through the target, with cache rows from `start`."""
         target = self._engine.target
         prompt, known = probe.prompt_token_ids, probe.answer_token_ids[:-1]
         chunk_size = traits_of(target.device).prefill_chunk
@@ -364,7 +353,7 @@ class Replayer:
             self._forward(part, number * chunk_size, start) for number, part in enumerate(parts)
         ]
         answer = self._forward(known, len(prompt), start)
-        # the prompt's last position decides a token
+        # the last prompt position decides a token
         deciding, skipped = [outputs[-1], answer], len(parts[-1]) - 1
         rows = slice(start, start + len(prompt) + len(known))
         return Trace(
@@ -381,8 +370,8 @@ class Replayer:
     def _forward(
         self, token_ids: list[int], length: int, start: int
     ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-        """Run tokens [T] behind `length` others; return hidden [T, C], features [T, F] and queries
-        [T, H, D].
+        """Run tokens [T] after `length` others; return hidden [T, C], features [T, F], queries [T,
+        H, D].
         """
         target, device = self._engine.target, self._engine.target.device
         positions = torch.arange(length, length + len(token_ids), device=device).unsqueeze(0)
@@ -400,7 +389,7 @@ class Replayer:
         )
 
     def _replay(self, probe: Probe, trace: Trace) -> list[Step]:
-        """Let the draft read the prompt and propose trees along the answer, as the engine does."""
+        """Let the draft read the prompt and propose trees along the answer, as in the engine."""
         drafter, num_prompt = self._drafter, len(probe.prompt_token_ids)
         chunk_size = traits_of(trace.features.device).prefill_chunk
         prompt = torch.tensor(probe.prompt_token_ids, device=trace.features.device)
@@ -428,9 +417,7 @@ class Replayer:
     def _select(
         self, policy: CachePolicy, trace: Trace, num_prompt: int, decided: int
     ) -> frozenset[int]:
-        """Choose what the draft sees, by the query of the last committed token after `decided`
-        tokens of the answer.
-        """
+        """Choose the draft's view by the query of the last committed token."""
         num_tokens, mass = num_prompt + decided, torch.empty(0)
         if self._layers:
             queries = [each[decided] for each in trace.queries]
@@ -443,7 +430,7 @@ class Replayer:
         return frozenset(positions.tolist())
 
     def _absorb(self, probe: Probe, trace: Trace, start: int, stop: int) -> None:
-        """Give the draft the answer's tokens `start` to `stop`; the last becomes the new root."""
+        """Give the draft the answer tokens `start` to `stop`; the last becomes the root."""
         first = len(probe.prompt_token_ids) - 1
         decided = Decided.pad(
             [probe.answer_token_ids[start:stop]], [trace.features[first + start : first + stop]]
@@ -453,9 +440,7 @@ class Replayer:
         self._drafter.absorb([_SLOT], decided)
 
     def _row(self, probe: Probe, trace: Trace, steps: Sequence[Step]) -> dict[str, Any]:
-        """Count, over the needle tokens behind the first token that the target would choose
-        itself.
-        """
+        """Count needle tokens, from the second token chosen by the target."""
         answer, chosen = probe.answer_token_ids, trace.choice_token_ids
         needle = [
             i
@@ -484,19 +469,17 @@ class Replayer:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One verification."""
+    """A verification."""
 
     first: int
-    """Number of the first answer token that it decides."""
+    """First answer token of the step."""
     num_accepted: int
     shown: frozenset[int]
-    """Positions that the draft saw when it last looked; it sees later text, too."""
+    """Positions visible to the draft at its last retrieval; later text is visible as well."""
 
 
 def accepted(tree: DraftTrees, answer: Sequence[int], chosen: Sequence[int], first: int) -> int:
-    """Count the nodes that are accepted from answer token `first` on: as long as target and answer
-    agree.
-    """
+    """Count accepted nodes from answer token `first`, as long as target and answer agree."""
     edges = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
     child = {edge: node for node, edge in enumerate(edges)}
     node, at = 0, first

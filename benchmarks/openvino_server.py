@@ -1,10 +1,9 @@
-"""OpenVINO GenAI as a process of its own, which answers one line of JSON with another and ends with
-its standard input.
+"""OpenVINO GenAI in a separate process, because thread pools of torch would slow down both.
 
-Beside torch in one process both are slower: each has a pool of threads of its own.
+Answers lines of JSON, and ends with its standard input.
 
     python benchmarks/openvino_server.py '{"path": "target-openvino", "precision": "bf16",
-    "keys": "bf16", "threads": 2, "eos": [2]}'
+        "keys": "bf16", "threads": 2, "eos": [2]}'
 """
 
 from __future__ import annotations
@@ -27,11 +26,12 @@ def load(
     num_sequences: int = 1,
     lookup: Mapping[str, int] = {},
 ) -> Callable[[list[list[int]], int], list[Answer]]:
-    """Load an exported model; return what decodes prompts greedily, and says the tokens and seconds
-    of each.
+    """Load an exported model; return a function that decodes greedily, with tokens and seconds.
 
-    keys: precision of keys and values. num_sequences: prompts that are decoded together. lookup:
-    options of prompt lookup; none without it.
+    Args:
+        keys: Precision of keys and values.
+        num_sequences: Prompts decoded together.
+        lookup: Options of prompt lookup, if any.
     """
     import numpy as np
     import openvino
@@ -80,7 +80,7 @@ def load(
 
 
 def say(value: Any) -> None:
-    """Print a value as one line, at once."""
+    """Print a value as a line."""
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 

@@ -1,12 +1,10 @@
-"""Measures how long running documents stand still while prompts are read, by the share of time that
-steps have then.
+"""Measure pauses of running documents while prompts are read, by the steps' share of time.
 
     python -m benchmarks.pauses --batch 4 --shares 0 0.125 0.5
 
-One engine decodes the same reports of 1K to 8K with each share in turn; each round begins with
-another share. A line of JSON follows each round: of every share the documents an hour, the longest
-pause of any document and the median of the documents' longest pauses (from one look that finds more
-tokens to the next), and the mean seconds of a document.
+An engine decodes reports of 1K to 8K with each share in turn, in changing order. Each round prints
+a line of JSON with figures by share: documents per hour, the longest pause of any document, the
+median of longest pauses, and mean seconds per document.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ LOOK_EVERY_S = 0.005
 
 
 def watch(engine: Engine, ended: threading.Event, longest: dict[str, float]) -> None:
-    """Note the longest pause of each document until `ended`."""
+    """Record the longest pause of each document until `ended`."""
     last: dict[str, tuple[int, float]] = {}
     while not ended.wait(LOOK_EVERY_S):
         now = time.perf_counter()
@@ -40,7 +38,7 @@ def watch(engine: Engine, ended: threading.Event, longest: dict[str, float]) -> 
 
 
 def measure(engine: Engine, requests: Sequence[Request], share: float) -> dict[str, float]:
-    """Decode the requests with this share for the steps."""
+    """Decode the requests with a share for steps."""
     engine.decode_share, ended, longest = share, threading.Event(), dict[str, float]()
     watcher = threading.Thread(target=watch, args=(engine, ended, longest))
     watcher.start()
@@ -59,7 +57,7 @@ def measure(engine: Engine, requests: Sequence[Request], share: float) -> dict[s
 
 
 def main() -> None:
-    """Measure, and print a line for each round."""
+    """Measure and print a line per round."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,6 +1,6 @@
-"""Peers: other systems on the weights of a configuration's target, which decode prompts greedily.
+"""Peers: other systems that decode greedily with the weights of a configuration's target.
 
-A peer is one small class: it loads the target, and `generate` decodes prompts and measures itself.
+A peer is a small class: it loads the target, and `generate` decodes and measures.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from specextend.pairing import check_pair
 from specextend.shipped import on_this_machine
 
 LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
-"""Options of prompt lookup: transformers' default number of tokens, after matches of three tokens
-where its default is two. On six reports, 5 or 10 tokens after matches of 2 or 3 all gave 1.51 to
-1.57 tokens a step.
+"""Options of prompt lookup: transformers' default of ten tokens, after matches of three.
+
+On six reports, 5 or 10 tokens after matches of 2 or 3 all gave 1.51 to 1.57 tokens per step.
 """
 OPENVINO_LOOKUP = {"num_assistant_tokens": 5, "max_ngram_size": 3}
 NGRAMS = {"kind": "map_k", "options": {"size_n": 3, "size_m": 8}}
 WHEEL = "xllamacpp"
-_MOST_EOS = 3  # a GGUF file has keys for that many
+_MOST_EOS = 3  # limit of GGUF files
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _TYPES = {
     torch.bfloat16: gguf.GGMLQuantizationType.BF16,
@@ -54,37 +54,33 @@ _GREEDY = {"samplers": ["top_k"], "top_k": 1, "cache_prompt": False, "return_tok
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a peer made of one prompt."""
+    """A peer's result for a prompt."""
 
     token_ids: list[int]
     decode_s: float
-    """From the first token to the last."""
+    """Seconds from the first token to the last."""
     total_s: float
-    """From the start to the last token."""
+    """Seconds from the start to the last token."""
     num_steps: int
-    """Forward passes of the target after prefill."""
+    """Forwards of the target after prefill."""
     num_first_tokens: int = 1
-    """Tokens that are there when `decode_s` begins: more than one if the pass over the prompt
-    verifies a guess, too.
-    """
+    """Tokens at the start of `decode_s`; above 1 if prefill also verifies a guess."""
 
 
 class Peer(Protocol):
     """Another system with the same weights."""
 
     def generate(self, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Output]:
-        """Decode prompts greedily, as many at a time as the peer takes, and measure."""
+        """Decode prompts greedily, as many at a time as supported, and measure."""
 
 
 class Transformers:
-    """`generate(do_sample=False)` of a stock model with its own sdpa attention and dynamic
-    cache.
-    """
+    """`generate(do_sample=False)` of a stock model with sdpa attention and a dynamic cache."""
 
     def __init__(
         self, model: Any, eos_token_ids: Sequence[int], options: Mapping[str, int] | None = None
     ) -> None:
-        """Take the model; `options` are further values of `GenerationConfig`, such as LOOKUP."""
+        """Wrap a model; `options` are values of `GenerationConfig`, such as LOOKUP."""
         self._model, self._eos_token_ids, self._options = model, [*eos_token_ids], options or {}
 
     @classmethod
@@ -95,11 +91,11 @@ class Transformers:
         return cls(model, check_pair(target, None).eos_token_ids, options)
 
     def generate(self, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Output]:
-        """Decode one prompt after the other."""
+        """Decode the prompts in sequence."""
         return [self.decode(prompt, max_new_tokens) for prompt in prompts]
 
     def decode(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:
-        """Decode greedily, and measure by the wall clock."""
+        """Decode greedily and measure wall-clock time."""
         prompt = torch.tensor([prompt_token_ids], device=self._model.device)
         clock = TokenClock(prompt.device)
         config = GenerationConfig(
@@ -128,29 +124,28 @@ class Transformers:
 
 
 class TokenClock(StoppingCriteria):
-    """A stopping criterion that never stops: it records the time of the first tokens, and counts
-    the target's passes.
+    """A stopping criterion that never stops, but records times and counts forwards.
 
-    `generate` calls it after each pass, which adds one token, or with prompt lookup all that were
-    accepted.
+    `generate` calls it after each forward, which adds a token, or with prompt lookup all accepted
+    ones.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.first_token_at: float | None = None
         self.first_length = 0
-        """Prompt and output tokens after the pass over the prompt."""
+        """Prompt and output tokens after the first forward."""
         self.num_passes = 0
-        """Forward passes, the one over the prompt included."""
+        """Forwards, prefill included."""
 
     def now(self) -> float:
-        """Return the time in seconds once the device has finished its work."""
+        """Return the time after the device has finished its work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        """Count a pass; input_ids [1, prompt and output so far]."""
+        """Count a forward; input_ids [1, prompt and output so far]."""
         if self.first_token_at is None:
             self.first_token_at = self.now()
             self.first_length = input_ids.shape[1]
@@ -159,20 +154,24 @@ class TokenClock(StoppingCriteria):
 
 
 class LlamaCpp:
-    """llama.cpp's server (`llama_server.py`), with as many threads as torch has; it ends with this
-    object.
+    """llama.cpp's server (`llama_server.py`), with as many threads as torch.
 
-    It reads a GGUF file with the target's weights. Prompts and outputs are token ids, so the
-    vocabulary in the file is made up: `t0`, `t1` and so on. With a real one, llama.cpp would also
-    end outputs at tokens that only look like an end to it.
+    It reads a GGUF file of the target with an artificial vocabulary (`t0`, `t1`, ...), because
+    prompts and outputs are token ids. With the real vocabulary, llama.cpp would end outputs at more
+    tokens.
     """
 
     def __init__(
         self, path: Path, num_tokens: int, cache_type: str, drafts: Mapping[str, Any] | None = None
     ) -> None:
-        """Load a GGUF file with room for `num_tokens` tokens; the file may be removed afterwards.
+        """Load a GGUF file, which may be removed afterwards.
 
-        drafts: such as NGRAMS. Raises ValueError if llama.cpp refuses the file.
+        Args:
+            num_tokens: Size of the context.
+            drafts: Options of n-gram drafts, such as NGRAMS.
+
+        Raises:
+            ValueError: llama.cpp refuses the file.
         """
         options = {
             "path": str(path),
@@ -189,16 +188,14 @@ class LlamaCpp:
         server = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
         assert server.stdout is not None
         self._address = urlsplit(server.stdout.readline().strip()).netloc
-        self._end = weakref.finalize(self, server.communicate)  # which closes its standard input
+        self._end = weakref.finalize(self, server.communicate)  # closes its standard input
         if not self._address:
             self._end()
             raise ValueError("llama.cpp cannot load this target; leave it out")
 
     @classmethod
     def load(cls, config: RunConfig, drafts: Mapping[str, Any] | None = None) -> LlamaCpp:
-        """Write the configuration's target as a GGUF file, and load that. Raises ValueError if that
-        is impossible.
-        """
+        """Convert and load the configuration's target. Raises ValueError if that is impossible."""
         target = config.target
         facts = check_pair(target, None)
         if importlib.util.find_spec(WHEEL) is None:
@@ -214,20 +211,19 @@ class LlamaCpp:
             path = Path(folder, "target.gguf")
             model = load_causal_lm(target.model, target.dtype, "cpu", target.adapter)
             write_gguf(model, facts.eos_token_ids, path)
-            del model  # before llama.cpp allocates its own
+            del model  # before llama.cpp allocates memory
             # llama.cpp's default is a cache of two bytes a number; a float32 target gets four
             cache_type = "F32" if target.dtype == "float32" else "F16"
             return cls(path, config.max_tokens(facts.context_length), cache_type, drafts)
 
     def generate(self, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Output]:
-        """Decode one prompt after the other."""
+        """Decode the prompts in sequence."""
         return [self.decode(prompt, max_new_tokens) for prompt in prompts]
 
     def decode(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:
-        """Decode and measure by llama.cpp's own clock.
+        """Decode and measure by llama.cpp's clock.
 
-        Its `predicted_ms` begin when the first token is chosen, so they are the seconds of the
-        tokens after the first; `prompt_ms` end there.
+        `predicted_ms` begin with the first token, where `prompt_ms` end.
         """
         answer = self._ask({**_GREEDY, "prompt": prompt_token_ids, "n_predict": max_new_tokens})
         token_ids, timings = answer["tokens"], answer["timings"]
@@ -249,23 +245,20 @@ class LlamaCpp:
 
 
 class OpenVINO:
-    """OpenVINO GenAI's continuous batching (`openvino_server.py`), with as many threads as torch
-    has, and as many sequences as `decoding.max_batch_size` says.
+    """OpenVINO GenAI's continuous batching (`openvino_server.py`), with as many threads as torch.
 
-    It reads the folder that `optimum-cli export openvino` wrote beside the target's, with
-    `-openvino` or `-openvino-int8` after its name.
+    It decodes `decoding.max_batch_size` sequences at a time. The model is a folder next to the
+    target, with suffix `-openvino` or `-openvino-int8`, written by `optimum-cli export openvino`.
     """
 
     def __init__(self, **options: Any) -> None:
-        """Load an exported model with the options of `openvino_server.load`. Raises ValueError if
-        it is refused.
-        """
+        """Load an exported model with the options of `openvino_server.load`. Raises ValueError."""
         server = Path(__file__).with_name("openvino_server.py")
         command = [sys.executable, str(server), json.dumps(options)]
         self._process = subprocess.Popen(
             command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True
         )
-        # which closes its standard input
+        # closes its standard input
         self._end = weakref.finalize(self, self._process.communicate)
         self._read()
 
@@ -277,12 +270,15 @@ class OpenVINO:
         weights: str = "",
         keys: str | None = None,
     ) -> OpenVINO:
-        """Load the configuration's target. Raises ValueError if that is impossible.
+        """Load the configuration's target.
 
         Args:
             lookup: Options of prompt lookup.
-            weights: Ending of the exported folder.
-            keys: Precision of keys and values; None: that of activations.
+            weights: Suffix of the exported folder.
+            keys: Precision of keys and values; None: the activations' precision.
+
+        Raises:
+            ValueError: The model cannot be loaded.
         """
         target = config.target
         if importlib.util.find_spec("openvino_genai") is None:
@@ -298,7 +294,7 @@ class OpenVINO:
             )
         precision = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[target.dtype]
         if not multiplies_bf16():
-            precision = "f32"  # its fastest there, and what it falls back to
+            precision = "f32"  # the fastest on such processors, and OpenVINO's fallback
         return cls(
             path=str(folder),
             precision=precision,
@@ -310,9 +306,7 @@ class OpenVINO:
         )
 
     def generate(self, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Output]:
-        """Decode, and measure by the wall clock: from the request to the first token, and to the
-        last.
-        """
+        """Decode and measure wall-clock time to the first and last token."""
         assert self._process.stdin is not None
         self._process.stdin.write(
             json.dumps({"prompts": prompts, "max_new_tokens": max_new_tokens}) + "\n"
@@ -346,15 +340,14 @@ PEERS: dict[str, Callable[[RunConfig], Peer]] = {
     "openvino-int8-keys": partial(OpenVINO.load, weights="-int8", keys="u8"),
     "openvino-int8-lookup": partial(OpenVINO.load, weights="-int8", lookup=OPENVINO_LOOKUP),
 }
-"""Name in a benchmark's file -> how it is loaded. Raises ValueError if the target cannot be
-served.
-"""
+"""Loaders by peer name. Raise ValueError for unsupported targets."""
 
 
 def write_gguf(model: Any, eos_token_ids: Sequence[int], path: Path) -> None:
-    """Write a transformers causal LM as a GGUF file: matrices in its dtype, vectors in float32.
+    """Write a transformers causal LM as GGUF: matrices in its dtype, vectors in float32.
 
-    Raises ValueError if the file cannot say what the model needs.
+    Raises:
+        ValueError: GGUF cannot describe the model.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, _ARCHITECTURES[config.model_type])
@@ -389,8 +382,8 @@ def _add_shape(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _add_rope(writer: gguf.GGUFWriter, rope: dict[str, Any], num_positions: int) -> None:
-    """Write the RoPE's keys; those of `llama3` are in a tensor. Raises ValueError for an option
-    that has no key.
+    """Write the keys of RoPE; `llama3` factors are a tensor. Raises ValueError for other
+    options.
     """
     kind = rope["rope_type"]
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -415,7 +408,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, size: int, eos_token_ids: Sequence[
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([f"t{token_id}" for token_id in range(size)])
     writer.add_token_types([gguf.TokenType.NORMAL] * size)
-    writer.add_token_merges(["t 0"])  # a vocabulary of this kind must have one
+    writer.add_token_merges(["t 0"])  # this kind of vocabulary needs a merge
     keys = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
     for add, token_id in zip(keys, eos_token_ids, strict=False):
         add(token_id)
@@ -443,14 +436,12 @@ def gguf_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _interleaved(tensor: Tensor, num_heads: int) -> Tensor:
-    """Interleave the two halves of each head: GGUF's `llama` has the rows that RoPE turns together
-    side by side.
-    """
+    """Interleave the halves of each head, as GGUF's `llama` expects for RoPE."""
     return tensor.reshape(num_heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def _frequency_factors(model: Any) -> Tensor:
-    """Compute by how much `llama3` divides each frequency of plain RoPE: [head_dim / 2]."""
+    """Compute the divisors of RoPE frequencies for `llama3` [head_dim / 2]."""
     inv_freq = model.model.rotary_emb.inv_freq.float()
     exponents = torch.arange(len(inv_freq)) / len(inv_freq)
     return model.config.rope_parameters["rope_theta"] ** -exponents / inv_freq

@@ -1,6 +1,4 @@
-"""Runs a benchmark: every variant in turn on every document, in one process, as rows of counts and
-seconds.
-"""
+"""Run a benchmark: all variants in turn on every document, in a single process."""
 
 from __future__ import annotations
 
@@ -28,36 +26,36 @@ from specextend.shipped import code_commit, package_version
 from specextend.stats import DecodingStats
 
 Say = Callable[[str], None]
-"""Takes one line of progress."""
+"""Receives progress messages."""
 Row = dict[str, Any]
 Result = dict[str, Any]
 WARM_UP_TOKENS = 16
-"""Most tokens that a variant decodes before it is measured."""
+"""Maximum tokens of a variant's warm-up."""
 _PACKAGES = ("specextend", "torch", "transformers", "xllamacpp", "openvino-genai")
 _COUNTED = ("mean_acceptance_length", "retrieval_coverage", "num_spec_steps", "num_plain_steps")
 _PHASES = ("prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s")
 
 
 class Variant(Protocol):
-    """One way to decode documents."""
+    """A way to decode documents."""
 
     def measure(
         self, prompts: Sequence[list[int]], benchmark: Benchmark, max_new_tokens: int
     ) -> tuple[Row, Tokens]:
-        """Decode prompts that are handed over together; return counts and seconds, and the tokens
-        of each.
-        """
+        """Decode prompts together; return counts and seconds, and the tokens of each."""
 
 
 Tokens = list[list[int]]
 
 
 def run(benchmark: Benchmark, say: Say, keep: Callable[[Result], None]) -> Result:
-    """Measure, and return the result as JSON values; `keep` gets it after each round, whole as far
-    as it is.
+    """Run a benchmark and return the result as JSON values.
 
-    Raises ValueError, mostly before anything is loaded, if an option, a model or the documents
-    cannot be used.
+    Args:
+        keep: Receives the result so far after each round.
+
+    Raises:
+        ValueError: An option, a model or the documents cannot be used.
     """
     configs = benchmark.configs()
     first = next(iter(configs.values()))
@@ -86,10 +84,9 @@ def run(benchmark: Benchmark, say: Say, keep: Callable[[Result], None]) -> Resul
 def run_rounds(
     benchmark: Benchmark, variants: Mapping[str, Variant], groups: Sequence[PromptGroup], say: Say
 ) -> Iterator[list[Row]]:
-    """Warm up every variant, then yield the rows of each round: one group of documents on every
-    variant.
+    """Warm up, then yield the rows of each round: a group of documents on every variant.
 
-    In each round another variant goes first, so that a machine that slows down slows all of them.
+    The order of variants rotates, so that a slowing machine affects all of them.
     """
     names, shortest = [*variants], min(groups, key=lambda group: max(map(len, group.prompts)))
     for name, variant in variants.items():
@@ -118,9 +115,7 @@ def run_rounds(
 
 
 def describe_tokens(outputs: Tokens, expected: Tokens) -> Row:
-    """Count the tokens, and say whether an output ends in a loop, and whether all are those of the
-    base.
-    """
+    """Count tokens, and compare outputs with the base and with loops."""
     pairs = [*zip(outputs, expected, strict=True)]
     return {
         "num_output_tokens": sum(map(len, outputs)),
@@ -133,17 +128,15 @@ def describe_tokens(outputs: Tokens, expected: Tokens) -> Row:
 
 
 class EngineVariant:
-    """Our engine in one configuration."""
+    """Our engine with a configuration."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Load the models. Raises ValueError if they cannot be served."""
+        """Load the models. Raises ValueError for unsupported ones."""
         self._engine = load_engine(config)
 
     @property
     def kernels(self) -> str:
-        """Name the attention kernels that the engine's start found fastest, the most frequent
-        first.
-        """
+        """Name the attention kernels chosen by the engine, the most frequent first."""
         attend = self._engine.target.attend
         choices = getattr(attend, "choices", None)
         chosen = [*choices.values()] if choices else [attend.__name__.removeprefix("attend_")]
@@ -152,9 +145,7 @@ class EngineVariant:
     def measure(
         self, prompts: Sequence[list[int]], benchmark: Benchmark, max_new_tokens: int
     ) -> tuple[Row, Tokens]:
-        """Decode as many prompts at a time as the configuration says, and measure by the engine's
-        statistics.
-        """
+        """Decode in batches of the configured size, measured by the engine's statistics."""
         sampling: SamplingParams = benchmark.sampling_params
         requests = [
             Request(
@@ -180,7 +171,7 @@ class EngineVariant:
 
 
 class PeerVariant:
-    """A peer, which takes one document after the other, or as many as its configuration says."""
+    """A peer, with documents in sequence or in batches, by its configuration."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
@@ -188,7 +179,7 @@ class PeerVariant:
     def measure(
         self, prompts: Sequence[list[int]], benchmark: Benchmark, max_new_tokens: int
     ) -> tuple[Row, Tokens]:
-        """Decode prompts greedily, as the benchmark has checked."""
+        """Decode greedily, as checked by the benchmark."""
         begin = time.perf_counter()
         outputs: list[Output] = self._peer.generate(prompts, max_new_tokens)
         wall_s = time.perf_counter() - begin
@@ -207,9 +198,7 @@ def _row(
     decode_s: float,
     total_s: float,
 ) -> Row:
-    """Make the counts and seconds that every variant has, summed over documents but for the wall
-    clock.
-    """
+    """Return the common counts and seconds of a variant; all but wall clock are sums."""
     return {
         "num_documents": len(prompts),
         "num_prompt_tokens": sum(map(len, prompts)),
@@ -222,16 +211,14 @@ def _row(
 
 
 def use_configured_threads(config: RunConfig) -> None:
-    """Let torch use as many threads as a worker of the job has, if the device is a CPU."""
+    """Set torch's threads as in a worker of the job, on a CPU."""
     if config.job.device == "cpu":
         cores = config.job.cpus_per_worker
         torch.set_num_threads((os.cpu_count() or 1) if cores == "auto" else cores)
 
 
 def describe(benchmark: Benchmark, config: RunConfig) -> Result:
-    """Describe what a reader must know to judge the figures: the benchmark, the models, the
-    machine, the versions.
-    """
+    """Describe the conditions of the figures: benchmark, models, machine and versions."""
     versions = {name: package_version(name) for name in _PACKAGES}
     return {
         "benchmark": benchmark.model_dump(mode="json"),

@@ -1,23 +1,18 @@
-"""The study of sources: which passage of a document does a sentence about it rest on, by text, by
-attention, by both.
+"""The study of sources: find the passage that supports a sentence, by text or attention.
 
     python -m benchmarks.sources --bucket 2048 --json benchmarks/results/sources-smollm2-xeon.json
 
-Ten facts are planted in each report, at all depths, and so few names are shared among them that a
-name alone does not lead to its fact. The answers are written from templates, so the passage behind
-each of their sentences is known:
+Ten facts are planted in each report at all depths. Names are shared, so a name does not identify a
+fact. Answers are made from templates, so the true passage of each sentence is known:
 
-- `verbatim`: the fact as it stands; `light`: its words in another order; `heavy`: other words, but
-  the same names and numbers; `named`: other words and the same names; `free`: other words alone
-- `quote`: sentences of the report itself; `cut`: the same with a third of their words left out
+- `verbatim`: the fact itself; `light`: its words in another order; `heavy`: other words with the
+  same names and numbers; `named`: other words with the same names; `free`: only other words
+- `quote`: sentences of the report; `cut`: the same with a third of their words left out
 
-A ranking orders all sentences of the document for one of the answer; a row counts how often the
-true one is first, or among the first three. Attention is that of the answer's tokens in one pass
-after the document, summed by passage. Those heads that find most are chosen on the other half of
-the documents.
-
-Shapes: `H` heads of all layers, `T` tokens of an answer, `S` keys, `A` sentences of an answer, `P`
-passages.
+A ranking orders all document sentences for an answer sentence. Rows count hits in first place, and
+among the first three. Attention is summed by passage over the answer's tokens, in a single pass.
+The best heads are chosen on the other half of the documents. Shapes: `H` heads of all layers, `T`
+tokens of an answer, `S` keys, `A` sentences of an answer, `P` passages.
 """
 
 from __future__ import annotations
@@ -49,9 +44,9 @@ from specextend.decoding.device import device_name
 Floats = NDArray[np.float64]
 MODEL = ".models/SmolLM2-135M-Instruct"
 SCORED_LAYER = 18
-"""The layer whose attention chooses what a draft sees."""
+"""Layer whose attention selects the draft's view."""
 NUM_HEADS = 8
-"""Heads that are chosen for having found most."""
+"""Number of chosen heads."""
 LEVELS = ("verbatim", "light", "heavy", "named", "free", "quote", "cut")
 NUM_QUOTES = 10
 TOWNS = ("Velden", "Orsay Point")
@@ -138,16 +133,16 @@ FACTS = (
 
 @dataclass(frozen=True)
 class Study:
-    """A document and what was written about it."""
+    """A document and its answers."""
 
     bucket: int
     passages: list[str]
     answers: dict[str, list[tuple[str, int]]]
-    """By level: sentences, each with the number of the passage that it rests on."""
+    """Sentences by level, each with its passage number."""
 
 
 def make_study(random: Random, bucket: int, sentences: Sequence[str]) -> Study:
-    """Plant all facts at even depths, and write the answers, each in an order of its own."""
+    """Plant all facts at even depths and write the answers in random order."""
     passages = list(sentences)
     facts = [_told(random, forms) for forms in random.sample(FACTS, len(FACTS))]
     count = len(facts)
@@ -193,7 +188,7 @@ def _cut(random: Random, text: str) -> str:
 def read_studies(
     path: str, tokenizer: Any, buckets: Sequence[int], per_bucket: int
 ) -> Iterator[Study]:
-    """Yield studies whose prompts have about as many tokens as their bucket says."""
+    """Yield studies with about as many prompt tokens as their bucket."""
     texts = pq.read_table(path, columns=["text"])["text"].to_pylist()
     for bucket in buckets:
         for number in range(per_bucket):
@@ -208,9 +203,6 @@ def read_studies(
             yield make_study(random, bucket, sentences)
 
 
-# By text: each ranking scores all passages for one sentence
-
-
 def by_fuzz(scorer: Callable[..., float]) -> Callable[[Sequence[str], Sequence[str]], Floats]:
     """Return a ranking by a similarity of rapidfuzz."""
 
@@ -222,9 +214,7 @@ def by_fuzz(scorer: Callable[..., float]) -> Callable[[Sequence[str], Sequence[s
 
 
 def pieces_of(text: str, size: int) -> list[str]:
-    """Return the words of a text; with a size, the runs of so many characters in them, marked where
-    a word begins.
-    """
+    """Return the words of a text, or their character n-grams with marked word starts."""
     words = split_words(text)
     if not size:
         return words
@@ -237,10 +227,9 @@ def pieces_of(text: str, size: int) -> list[str]:
 
 
 def by_rarity(size: int = 0, k1: float | None = None, b: float = 0.75) -> Callable[..., Floats]:
-    """Return a ranking by shared words, each of which counts the more the rarer it is; with `k1` it
-    is BM25.
+    """Return a ranking by shared words, weighted by rarity; with `k1` it is BM25.
 
-    Without, it is the share of a sentence's words, by weight, that stand in the passage.
+    Without `k1`, it is the weighted share of a sentence's words found in the passage.
     """
 
     def score(sentences: Sequence[str], passages: Sequence[str]) -> Floats:
@@ -276,13 +265,13 @@ def by_rarity(size: int = 0, k1: float | None = None, b: float = 0.75) -> Callab
 
 
 def ranks(scores: Floats) -> Floats:
-    """Return the rank of each passage [A, P], from 0; equal scores in the order of the document."""
+    """Return the rank of each passage [A, P], from 0; ties in document order."""
     order = np.argsort(-scores, axis=1, kind="stable")
     return np.argsort(order, axis=1).astype(np.float64)
 
 
 def together(*rankings: Floats) -> Floats:
-    """Join rankings by their reciprocal ranks."""
+    """Combine rankings by reciprocal ranks."""
     return sum((1 / (10 + ranks(each)) for each in rankings), np.zeros(rankings[0].shape))
 
 
@@ -295,20 +284,17 @@ TEXT = {
     "BM25 of 4 letters": by_rarity(size=4, k1=1.2),
 }
 SHIPPED = "BM25 of 4 letters"
-"""What `output.sources` does for texts."""
-
-
-# By attention
+"""Ranking of `output.sources`."""
 
 
 class Reader:
-    """The target, which reads a document once and then each answer behind it."""
+    """The target: reads a document once, then each answer."""
 
     def __init__(self, model: str) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
-        self._spans: list[tuple[int, int]] = []  # of the passages, in tokens
-        self._rows: list[tuple[int, int]] = []  # of an answer's sentences, in its tokens
+        self._spans: list[tuple[int, int]] = []  # token spans of the passages
+        self._rows: list[tuple[int, int]] = []  # token spans of an answer's sentences
         self._found: list[Floats] = []
         for layer in self._model.model.layers:
             layer.self_attn.register_forward_hook(self._take)
@@ -317,7 +303,7 @@ class Reader:
 
     @torch.inference_mode()
     def read(self, study: Study) -> tuple[dict[str, Floats], dict[str, float]]:
-        """Return by level the attention [H, A, P], and the seconds of reading and of looking."""
+        """Return the attention [H, A, P] by level, and the seconds of both passes."""
         ask = [{"role": "user", "content": "\0\n\nSummarize the report."}]
         template = str(
             self.tokenizer.apply_chat_template(ask, tokenize=False, add_generation_prompt=True)
@@ -343,9 +329,7 @@ class Reader:
         return found, seconds
 
     def _joined(self, texts: Sequence[str]) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """Tokenize texts one after another; return all tokens [1, n], and where each text has its
-        own.
-        """
+        """Tokenize texts in sequence; return all tokens [1, n] and the span of each text."""
         token_ids: list[int] = []
         spans = []
         for number, text in enumerate(texts):
@@ -359,9 +343,7 @@ class Reader:
     def _take(
         self, module: Any, given: Any, output: tuple[torch.Tensor, torch.Tensor | None]
     ) -> None:
-        """Keep what a layer's heads attend to: sums over the tokens of each sentence and of each
-        passage.
-        """
+        """Sum a layer's attention by sentence and passage."""
         if not self._takes:
             return
         assert output[1] is not None, "attention is eager while it is looked at"
@@ -374,20 +356,18 @@ class Reader:
 
 
 def contrasted(attention: Floats) -> Floats:
-    """Divide what each sentence gives a passage by what all give it: some passages get much from
-    every token.
-    """
+    """Divide attention by the mean over sentences, because some passages attract every token."""
     return attention / (attention.mean(-2, keepdims=True) + 1e-9)
 
 
 def hits(scores: Floats, truth: Sequence[int], most: int) -> Floats:
-    """Return for each sentence 1 if its passage is among the first `most`, or else 0."""
+    """Return 1 for each sentence with its passage among the first `most`, else 0."""
     places = ranks(scores)
     return np.array([places[row, place] < most for row, place in enumerate(truth)], np.float64)
 
 
 def best_heads(studies: Sequence[Study], attention: Sequence[dict[str, Floats]]) -> list[int]:
-    """Return the heads [NUM_HEADS] that find the most, over all levels."""
+    """Return the best heads [NUM_HEADS] over all levels."""
     found: Any = 0.0
     for study, by_level in zip(studies, attention, strict=True):
         for level, answer in study.answers.items():
@@ -414,7 +394,7 @@ def attention_rankings(
 
 
 def measure(reader: Reader, studies: Sequence[Study]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each document, level and ranking."""
+    """Yield a row per document, level and ranking."""
     looked = [reader.read(study) for study in studies]
     attention = [found for found, _ in looked]
     halves = [[*range(half, len(studies), 2)] for half in (0, 1)]
@@ -451,9 +431,7 @@ def measure(reader: Reader, studies: Sequence[Study]) -> Iterator[dict[str, Any]
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the share of sentences whose passage is among the first three, and the median seconds
-    of an answer.
-    """
+    """Print the hits among the first three, and the median seconds of an answer."""
     print(f"{'':65}" + "".join(f"{level:>10}" for level in (*LEVELS, "all", "seconds")))
     for name in dict.fromkeys(row["by"] for row in rows):
         mine = [row for row in rows if row["by"] == name]
@@ -468,9 +446,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure the documents of one length, print a table, and add the rows to those of other
-    lengths.
-    """
+    """Measure documents of a length, print a table and store the rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

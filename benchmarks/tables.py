@@ -1,8 +1,8 @@
 """Tables and drawings of a benchmark's result.
 
-A table is named `MEASURE`, `MEASURE over VARIANT` (every variant divided by one) or `MEASURE of
-VARIANT` (one divided by every other), each with ` by COLUMN` if its columns are not the lengths of
-the prompts. `conditions` is the sentence on machine, versions and options.
+A table is named `MEASURE`, `MEASURE over VARIANT` (every variant divided by VARIANT) or `MEASURE of
+VARIANT` (VARIANT divided by every other). ` by COLUMN` replaces the prompt lengths as columns.
+`conditions` is a sentence about machine, versions and options.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Measure:
     title: str
     compute: Callable[[pd.DataFrame], pd.Series]
     is_speed: bool = True
-    """Speeds are medians with their range; counts and shares are means over documents."""
+    """Speeds are medians with ranges; counts and shares are means over documents."""
 
 
 MEASURES = {
@@ -68,17 +68,17 @@ MEASURES = {
         "share of needle tokens from a tree", lambda rows: rows["from_tree"], is_speed=False
     ),
 }
-"""Name in a table's name -> figure. An output of one token has no decoding speed."""
+"""Figures by name. An output of a single token has no decoding speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The figures of one table, before they are written."""
+    """The figures of a table, before formatting."""
 
     title: str
     values: pd.DataFrame
-    """A row for each variant and measured round: `variant`, `column`, `value`, `weight`; values
-    that are missing are left out.
+    """Columns `variant`, `column`, `value` and `weight`; a row per variant and round, without
+    gaps.
     """
     variants: list[str]
     columns: list[str]
@@ -86,9 +86,7 @@ class Table:
 
 
 def check_table(name: str, variants: Iterable[str]) -> re.Match[str]:
-    """Return the parts of a table's name. Raises ValueError if there is no such table of these
-    variants.
-    """
+    """Parse a table's name. Raises ValueError if the variants have no such table."""
     found = _NAME.fullmatch(name)
     if found is None or found["measure"] not in MEASURES:
         raise ValueError(
@@ -100,9 +98,7 @@ def check_table(name: str, variants: Iterable[str]) -> re.Match[str]:
 
 
 def make_table(result: Result, name: str) -> Table:
-    """Compute the figures of a table. Raises ValueError if there is no such table of this
-    result.
-    """
+    """Compute the figures of a table. Raises ValueError if the result has no such table."""
     variants = [*result["benchmark"]["variants"]]
     found = check_table(name, variants)
     measure, variant = MEASURES[found["measure"]], found["variant"]
@@ -135,8 +131,8 @@ def make_table(result: Result, name: str) -> Table:
 
 
 def _rows(result: Result, by: str) -> pd.DataFrame:
-    """Return the rows with what they share: `round`, `column`, `weight`. Rounds whose base loops
-    have own columns.
+    """Return the rows with `round`, `column` and `weight`. Rounds with base loops get extra
+    columns.
     """
     rows = pd.DataFrame(result["rows"])
     if by not in rows:
@@ -155,9 +151,7 @@ def _rows(result: Result, by: str) -> pd.DataFrame:
 
 
 def to_markdown(result: Result, name: str) -> str:
-    """Write a table as Markdown: a row for each variant, a column for each group of documents, then
-    all but loops.
-    """
+    """Format a table as Markdown: a row per variant, a column per group, then all but loops."""
     if name == CONDITIONS:
         return conditions(result)
     table = make_table(result, name)
@@ -182,7 +176,7 @@ def to_markdown(result: Result, name: str) -> str:
 
 
 def _num_measured(table: Table, columns: list[str]) -> int:
-    """Count the documents of some columns, as the variant with most of them has them."""
+    """Count the documents of some columns, by the variant with most of them."""
     values = table.values[table.values["column"].isin(columns)]
     return int(values.groupby("variant")["weight"].sum().max())
 
@@ -201,7 +195,7 @@ def _cell(values: pd.DataFrame, table: Table, has_range: bool) -> str:
 
 
 def conditions(result: Result) -> str:
-    """Say in one sentence on what and how a result was measured."""
+    """Describe the conditions of a measurement in a sentence."""
     benchmark = result["benchmark"]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     commit = f", commit {result['commit'][:12]}" if result["commit"] else ""
@@ -222,9 +216,7 @@ def conditions(result: Result) -> str:
 
 
 def draw(result: Result, name: str) -> bytes:
-    """Draw a table as SVG: bars of medians or means, with the range. Raises ValueError if
-    matplotlib is missing.
-    """
+    """Draw a table as SVG bars with ranges. Raises ValueError without matplotlib."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure

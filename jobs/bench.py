@@ -1,5 +1,4 @@
-"""Measure every variant of a benchmark on the same documents in turn, or show the tables of a
-result.
+"""Measure all variants of a benchmark on the same documents, or show the tables of a result.
 
     python jobs/bench.py benchmarks/compare.yaml --json out/compare.json
     python jobs/bench.py benchmarks/results/compare-smollm2-epyc.json --draw out/compare.svg

@@ -1,5 +1,4 @@
-"""Write `docs/configuration.md` from the options' dataclasses, so that the page cannot fall behind
-the code.
+"""Write `docs/configuration.md` from the dataclasses of options.
 
 python -m scripts.configuration_page > docs/configuration.md
 """
@@ -39,7 +38,7 @@ TABLE = ["| key | default | meaning |", "|---|---|---|"]
 
 
 def page() -> str:
-    """Return the whole page as Markdown."""
+    """Return the page as Markdown."""
     owners = described_schema(RunConfig)["$defs"]
     sections = [
         _section(name, owners[_owner(name).__name__]["properties"])
@@ -58,13 +57,13 @@ def _section(name: str, keys: dict[str, Any]) -> str:
 
 
 def _owner(section: str) -> Any:
-    """Return the dataclass of a section, also where the section may be left out."""
+    """Return the dataclass of a section, optional or not."""
     annotation = RunConfig.model_fields[section].annotation
     return (get_args(annotation) or (annotation,))[0]
 
 
 def _lead(owner: Any) -> str:
-    """Return the class docstring without the section's name in front."""
+    """Return the class docstring without the section name."""
     text = re.sub(r"^`\w+\.\*`: ", "", inspect.getdoc(owner) or "")
     return " ".join(text.split())
 

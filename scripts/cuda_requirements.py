@@ -1,8 +1,9 @@
-"""Record what torch's wheel for CUDA requires, of which CI installs only the twin for CPUs:
-`python -m scripts.cuda_requirements > tests/install/cuda_requirements.json`.
+"""Record the requirements of torch's CUDA wheel, because CI installs only the CPU wheel.
 
-pip resolves everything for Linux with CUDA under constraints.txt, from metadata alone, so this also
-shows that the installation on a GPU machine can be resolved. Takes a minute and a package index.
+    python -m scripts.cuda_requirements > tests/install/cuda_requirements.json
+
+pip resolves all packages for Linux with CUDA under constraints.txt, which proves that a GPU
+installation can be resolved. Takes a minute and a package index.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def resolve() -> list[dict]:
-    """Return pip's metadata of all that an installation with every tested extra would bring."""
+    """Return pip's metadata of all packages of an installation with every tested extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["dev"], *extras["docs"]]
@@ -38,7 +39,7 @@ def resolve() -> list[dict]:
 
 
 def main() -> None:
-    """Print the record of the wheel and of the CUDA packages that come with it."""
+    """Print the record."""
     found = {each["name"].lower(): each for each in resolve()}
     cuda = {
         name: each["version"]

@@ -1,4 +1,4 @@
-"""Write `docs/families.md`: what the check of a start finds for each family of transformers.
+"""Write `docs/families.md`: the result of a start's check for each family of transformers.
 
 python -m scripts.families_page > docs/families.md
 """
@@ -54,7 +54,7 @@ _RUNS = ("| ours |", "| its own |")
 
 
 def page() -> str:
-    """Return the whole page as Markdown."""
+    """Return the page as Markdown."""
     warnings.simplefilter("ignore")
     rows = {name: row(name) for name in FAMILIES}
     run = [each for each in rows.values() if each.endswith(_RUNS)]
@@ -76,13 +76,13 @@ def page() -> str:
 
 
 def row(family: str) -> str:
-    """Check a family; return its row of the page."""
+    """Check a family and return its table row."""
     layers = "ours" if family in FUSED else "its own"
     return f"| `{family}` | {_verdict(family) or layers} |"
 
 
 def _verdict(family: str) -> str:
-    """Return why a family does not run, or an empty text."""
+    """Return why a family does not run; empty if it does."""
     try:
         values = AutoConfig.for_model(family).get_text_config().to_dict()
         found = differences(json.dumps(values, default=str))

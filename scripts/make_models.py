@@ -1,7 +1,7 @@
-"""Write the models that the project runs on by default into `.models/`; those that exist are kept.
+"""Write the project's default models into `.models/`; existing ones are kept.
 
-`SmolLM2-135M-Instruct`: the target of `configs/smollm2.yaml`, as `specextend demo` fetches it.
-`tiny-random`: see `tiny_models.py`.
+`SmolLM2-135M-Instruct` is the target of `configs/smollm2.yaml`, also fetched by `specextend demo`.
+`tiny-random` is described in `tiny_models.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CORPUS = ROOT / "examples" / "govreport.parquet"
 
 
 def build(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary folder, then move it into place."""
+    """Fill a temporary folder with `write`, then move it into place."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -34,7 +34,7 @@ def build(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def main() -> None:
-    """Build the models that are missing."""
+    """Build missing models."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--folder", type=Path, default=ROOT / ".models", help="where the models are written"

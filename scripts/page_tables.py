@@ -1,9 +1,9 @@
-"""Write the tables of PAGES from the results of benchmarks.
+"""Write tables of benchmark results into the pages of PAGES.
 
     python -m scripts.page_tables
 
-A table stands between `<!-- table: FILE NAME -->` and `<!-- end of table -->`;
-`benchmarks/tables.py` lists the names.
+Tables are placed between `<!-- table: FILE NAME -->` and `<!-- end of table -->`. See
+`benchmarks/tables.py` for the names.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ _TABLE = re.compile(r"(<!-- table: (\S+) (.+?) -->\n).*?(<!-- end of table -->)"
 
 
 def filled(page: str) -> str:
-    """Return the text of a page with all its tables made anew.
+    """Return a page with all tables written anew.
 
-    Raises ValueError if a result has no such table, OSError if the file is missing.
+    Raises:
+        ValueError: A result has no such table.
+        OSError: The result file is missing.
     """
     return _TABLE.sub(
         lambda found: f"{found[1]}{to_markdown(read_result(ROOT / found[2]), found[3])}{found[4]}",

@@ -1,15 +1,13 @@
-"""Measure the driver and the scheduler with thousands of workers, on a cluster and a clock that are
-made up.
+"""Measure driver and scheduler with thousands of simulated workers and a simulated clock.
 
     python -m scripts.scale_driver memory --documents 10000000
     python -m scripts.scale_driver speed --workers 1000 --documents 200000
     python -m scripts.scale_driver night --workers 64 --documents 30000 --spot 4 --slow 0.5
 
-Driver, scheduler, roster, ledger and commits are the job's own; the workers are simulated, and
-nothing is sent through Ray. `memory` gives the bytes that the driver holds for each document,
-`speed` the seconds of the processor that it takes for each, without those of the simulation.
-`night` runs to the end with nodes that are reclaimed and nodes that are slower; unless every
-document is done once, at its first attempt, the exit code is 1.
+Driver, scheduler, roster, ledger and commits are real; workers are simulated, without Ray. `memory`
+prints the driver's bytes per document, `speed` its CPU seconds per document. `night` runs to the
+end with reclaimed and slow nodes; the exit code is 1 unless every document is done exactly once, at
+its first attempt.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ import pyarrow.parquet as pq
 
 from specextend.cluster.environment import prepare_environment
 
-prepare_environment(os.environ)  # before anything imports ray
+prepare_environment(os.environ)  # before the first import of ray
 
 from scripts.simulated_cluster import BATCH, Notice, SimulatedClock, SimulatedCluster, SimulatedNode  # noqa: E402
 from specextend.cluster.backlog import Estimates, RowSet  # noqa: E402
@@ -71,7 +69,7 @@ GROUP_ROWS = 256
 OUTPUT_TOKENS = 200
 RUN_ID = "0a0a0a0a"
 PER_NODE = 8
-"""Workers of a node."""
+"""Workers per node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +79,13 @@ class DriverScale:
     documents: int = 100_000
     workers: int = 1000
     rate: float = 2000.0
-    """Documents that all workers together do in a second."""
+    """Documents per second of all workers."""
     spot: int = 0
-    """Nodes that are reclaimed, half of them with two minutes' notice and half without."""
+    """Nodes to reclaim, half of them with two minutes' notice."""
     slow: float = 0.0
-    """Share of the nodes that take four times as long."""
+    """Share of nodes slower by a factor of four."""
     is_global: bool = False
-    """True if the corpus is one neighbourhood, so that documents go longest first over all of
-    it.
-    """
+    """True for a single neighbourhood, so that all documents go longest first."""
     no_polls: bool = False
     seed: int = 0
 
@@ -101,12 +97,12 @@ class DriverScale:
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of nodes, which hold PER_NODE workers each."""
+        """Return the number of nodes with PER_NODE workers each."""
         return -(-self.workers // PER_NODE)
 
 
 class Corpus:
-    """Documents with lengths as those of reports: most short, a few very long."""
+    """Documents with lengths like those of reports: most short, a few very long."""
 
     def __init__(self, options: DriverScale) -> None:
         draw = np.random.default_rng(options.seed)
@@ -123,11 +119,11 @@ class Corpus:
 
     @property
     def num_groups(self) -> int:
-        """Count the row groups of the input, whatever the order of work."""
+        """Count the row groups of the input."""
         return sum(-(-rows // GROUP_ROWS) for rows in self.file_rows)
 
     def source(self, root: Location) -> Source:
-        """Return a source of which nothing can be read."""
+        """Return a source without readable files."""
         files = tuple(
             InputFile(number, f"{number:05d}.parquet", 0, groups, 0, "", None)
             for number, groups in enumerate(self.groups)
@@ -140,7 +136,7 @@ def _cut(rows: int, size: int) -> list[int]:
 
 
 def measure_memory(options: DriverScale) -> dict[str, Any]:
-    """Build what a start holds of its documents, and weigh it."""
+    """Build the document state of a start and measure its memory."""
     process = psutil.Process()
     gc.collect()
     before, began = process.memory_info().rss, time.perf_counter()
@@ -173,9 +169,7 @@ def _peak() -> int:
 
 
 def measure_speed(options: DriverScale) -> dict[str, Any]:
-    """Let the workers do documents; the driver's seconds of the processor from the first to the
-    last but a few.
-    """
+    """Let the workers do documents; measure the driver's CPU seconds."""
     with (
         tempfile.TemporaryDirectory() as folder,
         _night(options, Path(folder)) as (driver, cluster, corpus),
@@ -199,7 +193,7 @@ def measure_speed(options: DriverScale) -> dict[str, Any]:
 
 
 def run_night(options: DriverScale) -> dict[str, Any]:
-    """Run to the end, and compare what is there in the morning with the corpus."""
+    """Run to the end, and compare the output with the corpus."""
     with (
         tempfile.TemporaryDirectory() as folder,
         _night(options, Path(folder)) as (driver, cluster, corpus),
@@ -246,7 +240,7 @@ def _attempts(output: Location) -> Counter[int]:
 
 
 def _nodes(options: DriverScale, corpus: Corpus) -> list[SimulatedNode]:
-    """Make nodes that do `rate` documents in a second, all together."""
+    """Make nodes with a total speed of `rate` documents per second."""
     num = options.num_nodes
     slow = round(options.slow * num)
     per_worker = (
@@ -345,7 +339,7 @@ def _row() -> dict[str, Any]:
 
 
 def main() -> int:
-    """Simulate once, print the figures as JSON, and return the exit code."""
+    """Run a simulation, print its figures as JSON and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="scale_driver.py",
         description=__doc__,

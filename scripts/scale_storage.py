@@ -1,13 +1,11 @@
-"""Measure the start and the end of a large run on a simulated object store: audit, resume,
-summaries and report.
+"""Measure start and end of a large run on a simulated object store.
 
     python -m scripts.scale_storage --documents 200000 --workers 1000 --latency-ms 20
 
-Writes input files, and the commits that a run of so many workers leaves, with made-up texts;
-nothing is decoded. Each request to the store takes `--latency-ms` and is counted. Prints a row for
-each step: seconds, requests, bytes, the process's own seconds, the highest memory so far, and the
-seconds that ten million documents would take: requests and own seconds grow with the documents, and
-32 requests are made at once.
+Writes input files and commits with made-up texts; nothing is decoded. Each request takes
+`--latency-ms` and is counted. Prints for each step: seconds, requests, bytes, CPU seconds, peak
+memory, and the seconds for ten million documents. The last figure assumes that requests and CPU
+seconds grow with the documents, with 32 requests in parallel.
 """
 
 from __future__ import annotations
@@ -69,9 +67,9 @@ class StorageScale:
     rows_per_file: int = 1000
     workers: int = 1000
     rows_per_part: int = 0
-    """Rows of a commit; 0 takes what a run of so many workers writes."""
+    """Rows per commit; 0 takes the number for a run with so many workers."""
     merge: bool = False
-    """Merge the commits before they are read, however many there are."""
+    """Merge the commits before they are read, whatever their number."""
     latency_ms: float = 20.0
     tokenizer: str = str(ROOT / ".models" / "SmolLM2-135M-Instruct")
     folder: Path = ROOT / "out" / "scale"
@@ -84,12 +82,12 @@ class Meter:
 
     store: SimulatedStore
     times: float
-    """Ten million documents are so many times those here."""
+    """Ratio of ten million documents to the measured number."""
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Measure a step that makes NUM_THREADS requests at once."""
+        """Measure a step with NUM_THREADS parallel requests."""
         tally, began, busy = self.store.tally, time.monotonic(), time.process_time()
         before = (tally.requests, tally.bytes_read, tally.bytes_written)
         yield
@@ -111,8 +109,8 @@ class Meter:
 
 
 def measure(options: StorageScale) -> list[dict[str, Any]]:
-    """Write a run that has come to its last commit, then audit, resume and end it. Returns a row
-    for each step.
+    """Write a run up to its last commit, then check, resume and finish it. Returns a row per
+    step.
     """
     shutil.rmtree(options.folder, ignore_errors=True)
     root, output = options.folder / "input", options.folder / "output"
@@ -149,7 +147,7 @@ def measure(options: StorageScale) -> list[dict[str, Any]]:
 
 
 def open_listing(root: Location, names: list[str]) -> Source:
-    """Audit the input as `open_source` does, which takes no file system of ours."""
+    """Check the input like `open_source`, which does not accept a custom file system."""
     sizes = {name: (Path(root.path) / name).stat().st_size for name in names}
     reader = RowReader(InputOptions(path=root.path, passthrough=("title",)))
     listing = Listing(root, (), sizes)
@@ -157,7 +155,7 @@ def open_listing(root: Location, names: list[str]) -> Source:
 
 
 def task_of(options: StorageScale) -> Task:
-    """Return the task of a run."""
+    """Return the task of the run."""
     values = {
         "input": {"path": "in"},
         "output": {"path": "out"},
@@ -170,7 +168,7 @@ def task_of(options: StorageScale) -> Task:
 
 
 def write_input(options: StorageScale, root: Path) -> list[str]:
-    """Write the documents, in files of so many rows; returns their names."""
+    """Write the documents and return the file names."""
     root.mkdir(parents=True)
     draw, names = random.Random(1), []
     for begin in range(0, options.documents, options.rows_per_file):
@@ -184,7 +182,7 @@ def write_input(options: StorageScale, root: Path) -> list[str]:
 
 
 def write_commits(options: StorageScale, output: Location) -> None:
-    """Commit every document once, in an order that has nothing to do with that of the input."""
+    """Commit every document once, in an order unrelated to the input."""
     draw = random.Random(2)
     keys = [
         DocumentKey(*divmod(number, options.rows_per_file)) for number in range(options.documents)
@@ -196,12 +194,12 @@ def write_commits(options: StorageScale, output: Location) -> None:
 
 
 def rows_per_part(options: StorageScale) -> int:
-    """Return the rows of a commit."""
+    """Return the number of rows per commit."""
     return options.rows_per_part or rows_per_commit(options.workers)
 
 
 def made_up_row(key: DocumentKey, draw: random.Random) -> dict[str, Any]:
-    """Make the row of a document that is done."""
+    """Make the row of a finished document."""
     steps = draw.randint(5, 60)
     stats = DecodingStats(
         num_prompt_tokens=draw.randint(500, 8000),
@@ -229,7 +227,7 @@ def made_up_row(key: DocumentKey, draw: random.Random) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure once and print the figures."""
+    """Run the measurement and print the figures."""
     default = StorageScale()
     parser = argparse.ArgumentParser(
         prog="scale_storage.py",

@@ -1,9 +1,8 @@
-"""A cluster that is made up: nodes, workers and documents that take their time on a clock of their
-own.
+"""A simulated cluster: nodes, workers and documents with a simulated clock.
 
-`SimulatedCluster` stands where the pool of Ray actors stands, so that the real driver and the real
-scheduler can be run with thousands of workers. A worker decodes up to `BATCH` documents at once,
-and reads row groups as `Source` does.
+`SimulatedCluster` replaces the pool of Ray actors, so that the real driver and scheduler can run
+with thousands of workers. A worker decodes up to `BATCH` documents at a time, and reads row groups
+like `Source`.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from specextend.stats import DecodingStats
 
 BATCH = 16
 CACHED_GROUPS = 2
-"""Row groups that a worker holds."""
+"""Row groups cached by a worker."""
 TURN_S = 0.1
-"""Simulated seconds whose events one turn of the driver sees."""
+"""Simulated seconds per turn of the driver."""
 
 
 @dataclass
@@ -48,25 +47,25 @@ class SimulatedNode:
     name: str
     workers: int = 8
     tokens_per_s: float = 100.0
-    """Speed at which a worker decodes each document of its batch."""
+    """Decoding speed of each document in a batch."""
     device: str = "fast"
     is_gone: bool = False
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A node is reclaimed."""
+    """Announced or sudden end of a node."""
 
     at: float
     node: int
     """Number of the node."""
     seconds: float
-    """Time between the notice and the end of the node; 0: there is no notice."""
+    """Seconds between notice and end of the node; 0: no notice."""
 
 
 @dataclass
 class SimulatedWorker:
-    """A worker that has a place."""
+    """A worker with a place."""
 
     name: str
     node: SimulatedNode
@@ -81,21 +80,23 @@ class SimulatedWorker:
 
 @dataclass
 class SimulatedClock:
-    """Simulated seconds."""
+    """A simulated clock."""
 
     now: float = 0.0
 
     def __call__(self) -> float:
-        """Return the seconds."""
+        """Return the simulated seconds."""
         return self.now
 
 
 class SimulatedCluster:
-    """Workers on nodes.
+    """Workers on simulated nodes.
 
-    row: makes the row of a document that is done. group: returns the row group of a document.
-    load_s: seconds from a worker's place to its loaded models. polls: False leaves polls out, to
-    see what they cost.
+    Args:
+        row: Makes the row of a finished document.
+        group: Returns the row group of a document.
+        load_s: Seconds to load the models.
+        polls: False leaves out polls, to measure their cost.
     """
 
     def __init__(
@@ -111,10 +112,10 @@ class SimulatedCluster:
     ) -> None:
         self.clock, self._row, self._group, self._load_s = clock, row, group, load_s
         self.own_s = 0.0
-        """Seconds of the processor that the simulation itself took."""
+        """CPU seconds of the simulation."""
         self.num_reads = self.num_polls = self.num_done = 0
         self.held_s = 0.0
-        """Seconds for which places were held, those of workers that have gone."""
+        """Seconds of occupied places, over all ended workers."""
         self.workers: dict[str, SimulatedWorker] = {}
         self._nodes = nodes
         self._free = [(node, place) for node in nodes for place in range(node.workers)]
@@ -128,7 +129,7 @@ class SimulatedCluster:
             self._at(notice.at, lambda notice=notice: self._reclaim(notice))  # type: ignore[misc]
 
     def start(self, worker: str) -> None:
-        """Ask for a worker."""
+        """Request a worker."""
         self._asked.append(worker)
         self._place()
 
@@ -143,7 +144,7 @@ class SimulatedCluster:
         self.own_s += time.process_time() - began
 
     def cancel(self, lease_id: str) -> None:
-        """Take a lease back."""
+        """Cancel a lease."""
         being = self.workers.get(self._owner[lease_id])
         if being is not None and lease_id in being.leases:
             lease = being.leases.pop(lease_id)
@@ -159,7 +160,7 @@ class SimulatedCluster:
             )
 
     def kill(self, worker: str) -> None:
-        """End a worker."""
+        """Kill a worker."""
         if worker in self._asked:
             self._asked.remove(worker)
         else:
@@ -169,12 +170,12 @@ class SimulatedCluster:
             self._place()
 
     def close(self) -> None:
-        """End all workers."""
+        """Kill all workers."""
         for worker in list(self.workers):
             self._end_worker(worker)
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """Let the clock run for a turn, or to the next thing that happens."""
+        """Advance the clock by a turn, or to the next event."""
         began = time.process_time()
         end = self.clock.now + TURN_S
         if self._agenda and self._agenda[0][0] > end:
@@ -248,7 +249,7 @@ class SimulatedCluster:
         being.groups.move_to_end(group)
 
     def _reclaim(self, notice: Notice) -> list[Event]:
-        """Tell that a node is about to go; as Ray does, start nothing there any more."""
+        """Announce the end of a node and, like Ray, start nothing there."""
         node = self._nodes[notice.node]
         node.is_gone = True
         self._free = [(other, place) for other, place in self._free if other is not node]

@@ -1,6 +1,4 @@
-"""A file system that answers as an object store does: every request takes a while, and is
-counted.
-"""
+"""A file system with the latency and request counts of an object store."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from pyarrow import fs
 
 @dataclass
 class Tally:
-    """Requests to a store, and the bytes that it sent and took."""
+    """Counts of requests and bytes."""
 
     requests: int = 0
     bytes_read: int = 0
@@ -31,7 +29,7 @@ class Tally:
 
 
 class _Reader:
-    """A file of which every read is a request."""
+    """A file with a request per read."""
 
     def __init__(self, store: SimulatedStore, path: str) -> None:
         self._store, self._file = store, open(path, "rb")  # noqa: SIM115  pyarrow closes it
@@ -47,13 +45,13 @@ class _Reader:
 
 
 class _Writer:
-    """A file that is sent in one request when it is closed."""
+    """A file sent in a single request when closed."""
 
     def __init__(self, store: SimulatedStore, path: str) -> None:
         self._store, self._file = store, open(path, "wb")  # noqa: SIM115  pyarrow closes it
 
     def close(self) -> None:
-        """Send it."""
+        """Send the file."""
         if not self._file.closed:
             self._store.request(bytes_written=self._file.tell())
             self._file.close()
@@ -63,30 +61,29 @@ class _Writer:
 
 
 class SimulatedStore(fs.FileSystemHandler):
-    """The local file system with the requests of S3: opening a file asks for its size, each read is
-    a request.
+    """The local file system with the requests of S3.
 
-    Listing 1,000 files is a request. Renaming is free: S3 shows a file under its name once it is
-    sent.
+    Opening a file asks for its size, each read is a request, and so is listing 1,000 files.
+    Renaming is free, because S3 shows a file under its final name.
     """
 
     def __init__(self, latency_s: float) -> None:
-        """Take the time of a request. `tally` counts them."""
+        """Set the seconds per request. `tally` counts requests."""
         self.latency_s, self.tally = latency_s, Tally()
         self._local = fs.LocalFileSystem()
 
     def request(self, bytes_read: int = 0, bytes_written: int = 0, requests: int = 1) -> None:
-        """Take the time of some requests."""
+        """Wait for some requests."""
         self.tally.add(requests, bytes_read, bytes_written)
         if self.latency_s:
             time.sleep(self.latency_s * requests)
 
     def get_type_name(self) -> str:
-        """Return the name of this kind of file system."""
+        """Return the file system's type."""
         return "simulated"
 
     def normalize_path(self, path: str) -> str:
-        """Return the path as it is."""
+        """Return the path unchanged."""
         return path
 
     def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
@@ -101,7 +98,7 @@ class SimulatedStore(fs.FileSystemHandler):
         return list(infos)
 
     def create_dir(self, path: str, recursive: bool) -> None:
-        """Make a folder, of which an object store has none."""
+        """Make a folder, free on an object store."""
         self._local.create_dir(path, recursive=recursive)
 
     def delete_dir(self, path: str) -> None:
@@ -113,16 +110,16 @@ class SimulatedStore(fs.FileSystemHandler):
         self._local.delete_dir_contents(path, missing_dir_ok=missing_dir_ok)
 
     def delete_root_dir_contents(self) -> None:
-        """Refuse: the disk below is not the store's own."""
+        """Refuse, because the disk is real."""
         raise PermissionError("the simulated store is a whole disk; delete a folder of it")
 
     def delete_file(self, path: str) -> None:
-        """Delete a file: pyarrow asks for it first."""
+        """Delete a file; pyarrow first asks about it."""
         self.request(requests=2)
         self._local.delete_file(path)
 
     def move(self, src: str, dest: str) -> None:
-        """Show a file under its name."""
+        """Show a file under its final name."""
         self._local.move(src, dest)
 
     def copy_file(self, src: str, dest: str) -> None:
@@ -131,18 +128,18 @@ class SimulatedStore(fs.FileSystemHandler):
         self._local.copy_file(src, dest)
 
     def open_input_stream(self, path: str) -> pa.NativeFile:
-        """Open a file to read it from its beginning."""
+        """Open a file for sequential reading."""
         return self.open_input_file(path)
 
     def open_input_file(self, path: str) -> pa.NativeFile:
-        """Open a file to read it anywhere."""
+        """Open a file for random reading."""
         self.request()
         return pa.PythonFile(_Reader(self, path), mode="r")
 
     def open_output_stream(self, path: str, metadata: dict[str, str]) -> pa.NativeFile:
-        """Open a file to write it."""
+        """Open a file for writing."""
         return pa.PythonFile(_Writer(self, path), mode="w")
 
     def open_append_stream(self, path: str, metadata: dict[str, str]) -> pa.NativeFile:
-        """Refuse: an object is written once."""
+        """Refuse, because objects are written once."""
         raise PermissionError(f"an object store cannot append to {path}; write a new object")

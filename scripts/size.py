@@ -1,6 +1,6 @@
-"""Print the lexical tokens of the package and its tests, by folder: `python -m scripts.size`.
+"""Print the lexical tokens of the package and its tests by folder: `python -m scripts.size`.
 
-Comments, docstrings and layout do not count, so nothing is gained by packing lines.
+Comments, docstrings and layout do not count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SATELLITES = {
     "training": ("specextend/training/",),
     "compiled": ("specextend/attention/compiled/",),
 }
-"""Parts with a limit of their own; the rest of the package is the core."""
+"""Parts with a separate limit; the rest of the package is the core."""
 _LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -31,9 +31,7 @@ _LAYOUT = {
 
 
 def count_tokens(source: str) -> int:
-    """Count the tokens of a module, without comments, layout, and strings that stand alone as
-    docstrings do.
-    """
+    """Count the tokens of a module, without comments, layout and docstrings."""
     docstrings = {
         (node.lineno, node.col_offset)
         for node in ast.walk(ast.parse(source))
@@ -46,7 +44,7 @@ def count_tokens(source: str) -> int:
 
 
 def tokens_by_file(*folders: str) -> Counter[str]:
-    """Count the tokens of each module in `folders`, by its path in the project."""
+    """Count the tokens of each module in `folders`, by path."""
     paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return Counter(
         {
@@ -57,7 +55,7 @@ def tokens_by_file(*folders: str) -> Counter[str]:
 
 
 def part_of(name: str) -> str:
-    """Return the part of the product that the module `name` belongs to."""
+    """Return the part of the package with the module `name`."""
     for part, prefixes in SATELLITES.items():
         if name.startswith(prefixes):
             return part
@@ -65,7 +63,7 @@ def part_of(name: str) -> str:
 
 
 def measure() -> dict[str, int]:
-    """Return the sizes that `tests/size.json` limits: modules, and tokens of each part."""
+    """Return the sizes limited by `tests/size.json`: modules, and tokens by part."""
     modules = [path for path in (ROOT / "specextend").rglob("*.py") if path.name != "__init__.py"]
     sizes = Counter(modules=len(modules), tests=tokens_by_file("tests").total())
     for name, tokens in tokens_by_file(*PRODUCT).items():

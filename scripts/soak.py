@@ -1,13 +1,11 @@
-"""Run the job under kills: short documents on the tiny random pair, and a SIGKILL each time that
-some are finished.
+"""Run the job under kills: short documents, the tiny random pair, and repeated SIGKILLs.
 
     python -m scripts.soak --json benchmarks/results/soak.json
 
-The victim is drawn with a seed among the workers and the driver; a killed driver is started again,
-as an operator would do. In addition, one of the places where workers run is broken: a worker that
-is handed a document there is killed. At the end every input row must be one summary, in its place,
-and none may be an error; else the exit code is 1. Nothing is simulated: the job is
-`jobs/summarize.py`, and the kills are real.
+Victims are drawn among the workers and the driver; a killed driver is started again, as an operator
+would do. In addition, a place is broken: workers there are killed when they get a document. At the
+end, every input row must have a summary in its place, and none may be an error; otherwise the exit
+code is 1. The job (`jobs/summarize.py`) and the kills are real.
 """
 
 from __future__ import annotations
@@ -40,55 +38,51 @@ WORDS = (ROOT / "LICENSE").read_text(encoding="utf-8").split()
 POLL_S = 0.1
 FILES = 4
 MAX_STARTS = 200
-"""Starts of the driver before the soak is given up."""
+"""Maximum number of driver starts."""
 EXIT_DONE = 0
 STARTED_AGAIN = (-signal.SIGKILL, 1)
-"""Exit codes after which the driver is started again: killed by us, or a Ray that did not come up
-on a busy machine.
-"""
+"""Exit codes after which the driver is started again: killed, or a Ray start failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoakOptions:
-    """Size of the run, and rate of the kills."""
+    """Size of the run and rate of the kills."""
 
     documents: int = 2000
     workers: int = 4
     every: int = 40
     """Finished documents between two kills."""
     seed: int = 0
-    """Seed of the documents and of the choice of victims."""
+    """Seed of the documents and the victims."""
     sick: int = 1
-    """Number, from 1, of the seat where every worker is killed; 0 for none."""
+    """Seat at which every worker is killed, from 1; 0 for none."""
     folder: Path = ROOT / "out" / "soak"
     """Folder of input and output; emptied first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One SIGKILL."""
+    """A SIGKILL."""
 
     after: int
-    """Rows in the parts when it was sent."""
+    """Committed rows at the time."""
     at_s: float
-    """Seconds since the soak began."""
+    """Seconds since the start of the soak."""
     victim: str
-    """`driver`, `worker`, or `sick` for one on the broken seat."""
+    """`driver`, `worker`, or `sick` on the broken seat."""
 
 
 @dataclass
 class Soak:
-    """One soak, from its documents to its verdict."""
+    """A soak, from its documents to its verdict."""
 
     options: SoakOptions
     kills: list[Kill] = field(default_factory=list)
     exit_codes: list[int] = field(default_factory=list)
-    """Exit codes of the driver's starts; -9 for a killed one, 1 for one whose Ray did not come
-    up.
-    """
+    """Exit codes of the driver; -9: killed, 1: Ray did not start."""
 
     def run(self) -> dict[str, Any]:
-        """Run the job to its end under kills; return what happened as JSON values."""
+        """Run the job to its end under kills; return the results as JSON values."""
         shutil.rmtree(self.options.folder, ignore_errors=True)
         write_documents(self.options)
         began, draw = time.monotonic(), random.Random(self.options.seed)
@@ -117,13 +111,13 @@ class Soak:
 
     @property
     def output(self) -> Path:
-        """Return the run's output folder."""
+        """Return the output folder."""
         return self.options.folder / "output"
 
     def _kill(self, victim: psutil.Process, what: str, rows: int, at_s: float) -> None:
         try:
             victim.kill()
-        except psutil.NoSuchProcess:  # it ended before the signal
+        except psutil.NoSuchProcess:  # ended before the signal
             return
         self.kills.append(Kill(rows, round(at_s, 1), what))
 
@@ -144,9 +138,7 @@ class Soak:
 
 @dataclass
 class Log:
-    """The log of one start of the driver, read as it grows: the places of workers, and their
-    documents.
-    """
+    """The growing log of a driver: places of workers and their documents."""
 
     path: Path
     _read: int = field(init=False)
@@ -157,7 +149,7 @@ class Log:
         self._read = self.path.stat().st_size if self.path.exists() else 0
 
     def handed_out_at(self, place: str, driver: int) -> list[psutil.Process]:
-        """Return the workers at a place that were handed a document since the last call."""
+        """Return the workers at a place with a new document since the last call."""
         busy = set()
         for event in self._new_events():
             if event["event"] == "worker_ready":
@@ -181,9 +173,7 @@ class Log:
 
 
 def write_documents(options: SoakOptions) -> None:
-    """Write documents of 20 to 80 words in `FILES` files, with their number as a passthrough
-    column.
-    """
+    """Write documents of 20 to 80 words in `FILES` files, numbered by a passthrough column."""
     draw = random.Random(options.seed)
     texts = [
         " ".join(draw.choices(WORDS, k=draw.randint(20, 80))) for _ in range(options.documents)
@@ -202,9 +192,7 @@ def write_documents(options: SoakOptions) -> None:
 
 @contextmanager
 def started(options: SoakOptions) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the job as a process, with a Ray of its own that has a core for each worker, whatever
-    the machine has.
-    """
+    """Start the job as a process with a private Ray, with a core per worker in any case."""
     settings = {
         "input.passthrough": ["number"],
         "job.workers": options.workers,
@@ -238,7 +226,7 @@ def started(options: SoakOptions) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def committed_rows(output: Path) -> int:
-    """Count the rows in the parts, which no kill can undo."""
+    """Count the committed rows."""
     return sum(
         pq.read_metadata(path).num_rows
         for path in (output / "_run" / "parts").glob("part-*.parquet")
@@ -246,7 +234,7 @@ def committed_rows(output: Path) -> int:
 
 
 def choose_victim(driver: int, draw: random.Random) -> psutil.Process | None:
-    """Choose one of the workers, or the driver; return None while no worker has started."""
+    """Choose a worker or the driver; None while no worker runs."""
     workers = workers_of(driver)
     return draw.choice([*workers, psutil.Process(driver)]) if workers else None
 
@@ -258,16 +246,16 @@ def workers_of(driver: int) -> list[psutil.Process]:
 
 
 def is_worker(process: psutil.Process) -> bool:
-    """Return True for the process of one of the job's actors, which Ray renames."""
+    """Return True for the process of an actor, renamed by Ray."""
     try:
         return any(word.startswith("ray::Worker") for word in process.cmdline()[:1])
-    except psutil.Error:  # it ended meanwhile
+    except psutil.Error:  # ended meanwhile
         return False
 
 
 def reconcile(options: SoakOptions, output: Path) -> dict[str, Any]:
-    """Count what became of the input rows; `exact` is True if each is one summary, in its place,
-    and none an error.
+    """Count the outcomes of the input rows. `exact`: each has a summary in its place, and no
+    errors.
     """
     places = []
     for file in range(FILES):
@@ -293,12 +281,12 @@ def reconcile(options: SoakOptions, output: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the number of attempts of each row of a file, 0 for a copy."""
+    """Read the attempts of each row of a file, 0 for a copy."""
     return list(pq.read_table(path, columns=["attempts"]).to_pylist())
 
 
 def main() -> int:
-    """Run a soak and print what happened; return the exit code."""
+    """Run a soak, print the results and return the exit code."""
     default = SoakOptions()
     parser = argparse.ArgumentParser(
         prog="soak.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,9 +1,9 @@
-"""A target of 0.2 million random weights with two drafts, on which the job runs in seconds.
+"""A random target with 0.2 million weights and two drafts, to run the job in seconds.
 
-The text is noise. Embeddings outweigh what the layers add, so the next token depends mostly on the
-last one, which the drafts see too; sharp attention makes about one token in four depend on far
-ones. On such text the small model agrees with the target's first choice about two times in three,
-the head two in five: right and wrong guesses both occur.
+The text is noise. Embeddings outweigh the layers, so the next token depends mostly on the last one,
+also visible to the drafts. Sharp attention makes a quarter of the tokens depend on distant ones.
+The small model agrees with the target's first choice two times in three, the head two in five, so
+right and wrong guesses both occur.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ CHAT_TEMPLATE = (
 
 
 def write_tiny_models(folder: Path, corpus: Path) -> None:
-    """Write `target`, `draft-model` and `draft-eagle` into a folder; train the tokenizer on a
-    Parquet file.
+    """Write `target`, `draft-model` and `draft-eagle`. The tokenizer is trained on a Parquet
+    file.
     """
     torch.manual_seed(0)
     tokenizer = train_tokenizer(corpus)
@@ -45,9 +45,7 @@ def write_tiny_models(folder: Path, corpus: Path) -> None:
 
 
 def train_tokenizer(corpus: Path) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer: it tokenizes any text, with about two characters per
-    token.
-    """
+    """Train a byte-level BPE tokenizer with about two characters per token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,9 +67,7 @@ def train_tokenizer(corpus: Path) -> PreTrainedTokenizerFast:
 
 
 def random_llama() -> LlamaForCausalLM:
-    """Make a model of four layers with grouped heads and an untied LM head, 0.2 million weights in
-    float32.
-    """
+    """Make a model of four layers with grouped heads and an untied LM head, in float32."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN_SIZE,
@@ -95,9 +91,7 @@ def random_llama() -> LlamaForCausalLM:
 
 
 def perturbed(model: LlamaForCausalLM, noise: float) -> LlamaForCausalLM:
-    """Return a copy with normal noise on every weight, `noise` times the weights' standard
-    deviation.
-    """
+    """Return a copy with normal noise, in units of the weights' standard deviation."""
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -107,9 +101,7 @@ def perturbed(model: LlamaForCausalLM, noise: float) -> LlamaForCausalLM:
 
 
 def write_eagle(folder: Path) -> None:
-    """Write a head that passes on its input embedding: right if the target's layers add little to
-    it.
-    """
+    """Write a head that returns its input embedding: right if the target's layers add little."""
     config = EagleConfig(
         target="tiny-random",
         vocab_size=VOCABULARY,

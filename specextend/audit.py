@@ -1,8 +1,7 @@
-"""The audit of a run: some of its finished rows are decoded again in this process, with a draft and
-without one.
+"""Audit of a run: decodes some finished rows again in this process, with and without a draft.
 
-It says whether the run's texts are those of plain decoding, and how many times as fast they come
-with the draft. Both sides take turns, because a machine is faster at one time than at another.
+It checks that the texts equal those of plain decoding, and measures the speedup. Both sides take
+turns, because the speed of a machine drifts.
 """
 
 import random
@@ -27,22 +26,20 @@ from specextend.stats import DecodingStats, spread
 from specextend.summarizer import DecodedRow, RowDecoder
 
 NEAR_TIES = {"float32": 1e-3, "float16": 0.0625, "bfloat16": 0.5}
-"""Lead of a token in logits, by the target's dtype, which rounding can turn round
-(`docs/dev/log.md`).
-"""
+"""Lead in logits that rounding can overturn, by dtype of the target (`docs/dev/log.md`)."""
 TURNS = 4
-"""Times that each side decodes the sample; an even number, so that each begins as often."""
+"""Repetitions per side. Must be even, so that each side begins equally often."""
 _Turn = dict[bool, list[DecodedRow]]
-"""The sample as decoded with drafts (True) and without."""
+"""The decoded sample, with drafts (True) and without (False)."""
 _LENGTHS = ("num_prompt_tokens", "num_output_tokens", "num_requests")
 _COLUMNS = ("doc_id", "summary", "reasoning", "part_summaries", *_LENGTHS, "max_new_tokens")
 
 
 def audit(output: str, num_rows: int, seed: int) -> Values:
-    """Decode rows of a run again. Returns what its report has as `audit`.
+    """Decode rows of a run again and return the `audit` section of its report.
 
-    Raises ValueError if there is nothing to compare, or if its input or its models are not what
-    they were.
+    Raises:
+        ValueError: There is nothing to compare, or the input or a model has changed.
     """
     prepared = _prepare(output)
     if not prepared.source.num_rows:
@@ -59,14 +56,14 @@ def audit(output: str, num_rows: int, seed: int) -> Values:
     config = _in_batches(prepared, [each for _, each in found])
     engine = load_engine(config)
     decoder = RowDecoder(config, engine)
-    _take_turn(decoder, rows[:1], 0)  # what only a first request takes is not measured
+    _take_turn(decoder, rows[:1], 0)  # warm up: the first request takes longer
     turns = [_take_turn(decoder, rows, number) for number in range(TURNS)]
     plain = turns[0][False]
     unequal = [
         place for place, document in enumerate(plain) if _texts_of(document) != stored[place]
     ]
     again = decoder.decode([rows[place] for place in unequal], drafts=False, keeps_leads=True)
-    # With compiled layers rounding depends on nothing, so that no difference is one of rounding.
+    # compiled layers always round alike, so no difference is due to rounding
     near_tie = -1.0 if engine.target.runs_in_one_call else NEAR_TIES[config.target.dtype]
     not_equal = [
         {
@@ -89,13 +86,13 @@ def audit(output: str, num_rows: int, seed: int) -> Values:
 
 
 def _take_turn(decoder: RowDecoder, rows: list[Row], number: int) -> _Turn:
-    """Decode rows on both sides; which of them is first alternates."""
+    """Decode rows on both sides, in alternating order."""
     sides = (True, False) if number % 2 == 0 else (False, True)
     return {drafts: decoder.decode(rows, drafts=drafts) for drafts in sides}
 
 
 def _prepare(output: str) -> Prepared:
-    """Check that a run could be made again. Raises ValueError, and RunError."""
+    """Check that the run can be repeated; raise ValueError otherwise."""
     recorded = read_manifest(resolve(output))
     if recorded is None:
         raise ValueError(f"{output} holds no run (there is no _run/manifest.json)")
@@ -114,9 +111,7 @@ def _prepare(output: str) -> Prepared:
 
 
 def _draw(prepared: Prepared, num_rows: int, seed: int) -> list[tuple[Row, Values]]:
-    """Draw rows of the input at random, and return those that are finished, each with what the run
-    made of it.
-    """
+    """Draw input rows at random; return the finished ones with their results."""
     source = prepared.source
     drawn = set(random.Random(seed).sample(range(source.num_rows), min(num_rows, source.num_rows)))
     keys = (
@@ -136,13 +131,11 @@ def _draw(prepared: Prepared, num_rows: int, seed: int) -> list[tuple[Row, Value
 
 
 def _in_batches(prepared: Prepared, stored: list[Values]) -> RunConfig:
-    """Return the run's configuration with batches as large as the run's, and with room for all of
-    its texts.
-    """
+    """Return the configuration with the run's batch size, and room for all of its texts."""
     most = max(each["max_new_tokens"] for each in stored)
     decoding = replace(prepared.config.decoding, max_new_tokens=most)
     config = prepared.config.model_copy(update={"decoding": decoding})
-    target_device(config.target, config.job.device)  # raises if it is not there
+    target_device(config.target, config.job.device)  # raises if there is no such device
     lengths = [
         (each["num_prompt_tokens"] + each["num_output_tokens"]) // each["num_requests"]
         for each in stored
@@ -156,7 +149,7 @@ def _texts(parts: Sequence[Values] | None, reasoning: str | None, text: str) -> 
 
 
 def _texts_of(document: DecodedRow) -> list[str] | None:
-    """Return the texts of a document as `_texts` does; None if it has failed."""
+    """Return the texts of a document, None if it failed."""
     summary = document.state
     return (
         _texts(summary.part_rows, summary.reasoning, summary.completion.text)
@@ -166,15 +159,13 @@ def _texts_of(document: DecodedRow) -> list[str] | None:
 
 
 def _judge(stored: list[str], document: DecodedRow, near_tie: float, tokenizer: Any) -> Values:
-    """Say of a row whose texts are not equal whether that can be rounding, by the leads of plain
-    decoding's tokens.
-    """
+    """Decide whether a difference can be rounding, by the leads of plain decoding's tokens."""
     texts = _texts_of(document)
     if texts is None:
         return {"outcome": "failed", "gap": None, "error": str(document.state)}
     gap, num_parts = 0.0, len(texts) - 2  # 0: the target has chosen either text now
     unequal = [number for number, text in enumerate(texts) if text != stored[number]]
-    # What was made of a part that differs, and an answer behind a thought that does, tell nothing.
+    # A merge after a different part, and an answer after a different thought, say nothing.
     for number in [number for number in unequal if number < num_parts] or unequal[:1]:
         completion = document.completions[number if number < num_parts else -1]
         begin = completion.text.rfind(texts[number])
@@ -186,8 +177,8 @@ def _judge(stored: list[str], document: DecodedRow, near_tie: float, tokenizer: 
 
 
 def _lead_at(completion: Completion, other: str, tokenizer: Any) -> float:
-    """Return the lead of the token with which a completion parts from another text, its last one if
-    none does.
+    """Return the lead of the first token that differs from `other`, by default of the last
+    token.
     """
     for place, lead in enumerate(completion.leads, 1):
         begin = completion.token_ids[:place]
@@ -198,9 +189,7 @@ def _lead_at(completion: Completion, other: str, tokenizer: Any) -> float:
 
 
 def _speedup(turns: Sequence[_Turn]) -> Values | None:
-    """Compare the sides in each turn; return the spread of the turns, or None if nothing was
-    drafted.
-    """
+    """Return the speedup over all turns; None if nothing was drafted."""
     ratios = [ratio for turn in turns if (ratio := _ratios(turn))]
     if not ratios:
         return None
@@ -208,9 +197,7 @@ def _speedup(turns: Sequence[_Turn]) -> Values | None:
 
 
 def _ratios(turn: _Turn) -> dict[str, float] | None:
-    """Divide seconds per output token without drafts by those with drafts, over the documents that
-    both sides finished.
-    """
+    """Return the ratio of seconds per output token, over the documents finished by both sides."""
     with_draft = DecodingStats()
     without = DecodingStats()
     for ours, theirs in zip(turn[True], turn[False], strict=True):

@@ -1,5 +1,6 @@
-"""The configuration of a run: it composes the options of the other modules, is read from YAML and
-checked by key.
+"""The configuration of a run: options of all modules, read from YAML and validated by key.
+
+Start with `RunConfig.load`.
 """
 
 from __future__ import annotations
@@ -46,46 +47,45 @@ from specextend.shipped import (
 )
 
 MAX_WORKERS = 10_000
-"""Largest value of `job.workers`; one driver could not coordinate more."""
+"""Largest value of `job.workers`; a single driver could not coordinate more."""
 LEAST_SILENCE_S = 3600.0
-"""Seconds without a token from any worker after which the run ends, unless its workers may take
-longer.
-"""
+"""Minimum of `JobOptions.silence_s`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """`job.*`: The workers, the commits, and the limits at which a document, a worker or the run is
-    abandoned.
+    """`job.*`: Workers, commits, and limits for giving up documents, workers and runs.
 
-    None of these values changes a summary.
+    These values never change a summary.
     """
 
     workers: int = 1
-    """Number of Ray actors, from 1 to 10,000. Each holds its own target, draft and batch."""
+    """Number of Ray actors, from 1 to 10,000. Each holds its own models and batch."""
     gpus_per_worker: float = 0.0
-    """GPUs reserved for each worker, at most 1; workers can share one (0.5), and 0 runs the models
-    on the CPU.
-    """
+    """GPUs reserved per worker, at most 1. Workers can share a GPU (0.5); 0 runs on the CPU."""
     cpus_per_worker: int | Literal["auto"] = "auto"
-    """CPU cores reserved for each worker; on a CPU also the number of torch threads. `auto`: all
-    cores of a machine divided by its workers. Nodes that a cluster adds later do not count."""
+    """CPU cores reserved per worker; on a CPU also the number of torch threads. `auto`: the cores
+    of a machine divided by its workers. Nodes added later do not count.
+    """
     max_attempts: int = 3
-    """Failed attempts after which a document becomes an error row: a dead or hung worker, a failed
-    batch, a passed deadline, text that cannot be read. Those lost with their node do not count."""
+    """Failed attempts before a document becomes an error row: a dead or hung worker, a failed
+    batch, a passed deadline or unreadable text. Attempts lost with a node do not count.
+    """
     max_error_fraction: float = 0.0
-    """Share of error rows, from 0 to 1, up to which a run ends with exit 0, else with exit 3. A
-    start stops early once more than half of its documents, and more than this share, have failed;
-    that is checked from 100 documents and 1% of those to process on."""
+    """Share of error rows, from 0 to 1, accepted with exit code 0; more give exit code 3. A start
+    stops early if more than half of its finished documents, and more than this share, have failed.
+    The check begins after 100 documents and 1% of the open ones.
+    """
     commit_every_s: float = 30.0
-    """Most seconds that a finished document waits before it is written."""
+    """Maximum seconds before a finished document is written."""
     document_deadline_s: float = 600.0
-    """Seconds that a document may take from the start of its prefill, and as much again for each
-    1,000 tokens of its prompt and longest output; then it is charged an attempt."""
+    """Seconds allowed for a document from the start of its prefill, plus the same per 1,000 tokens
+    of prompt and maximum output. A document that takes longer is charged an attempt.
+    """
     stall_s: float = 600.0
     """Seconds without progress after which a worker counts as hung and is replaced."""
     deadline_s: float = 0.0
-    """Time limit of one start in seconds, which then stops with exit 75; 0 sets no limit."""
+    """Time limit of a start in seconds. The run then stops with exit code 75; 0 sets no limit."""
 
     def __post_init__(self) -> None:
         whole = dict.fromkeys(("workers", "max_attempts", "cpus_per_worker"), 1)
@@ -110,14 +110,12 @@ class JobOptions:
 
     @property
     def device(self) -> str:
-        """Return the kind of device that a worker computes on, as torch calls it."""
+        """Return the torch device type of a worker."""
         return "cuda" if self.gpus_per_worker else "cpu"
 
     @property
     def num_cores(self) -> int:
-        """Return `cpus_per_worker` once it is a number: a start replaces `auto` when it knows its
-        nodes.
-        """
+        """Return `cpus_per_worker`, after a start has replaced `auto` by a number."""
         assert isinstance(self.cpus_per_worker, int)
         return self.cpus_per_worker
 
@@ -125,17 +123,17 @@ class JobOptions:
     def silence_s(self) -> float:
         """Return the seconds without a token from any worker after which the run ends.
 
-        One document that hangs at every attempt is abandoned before.
+        A document that hangs at every attempt is given up earlier.
         """
         return max(LEAST_SILENCE_S, 2 * self.max_attempts * self.stall_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """`report.*`: What reports and dry runs cannot know by themselves. No summary depends on it."""
+    """`report.*`: Values for reports and dry runs. They never change a summary."""
 
     price_per_worker_hour: float | None = None
-    """Price of one worker for one hour, in any currency, for the cost of documents and tokens."""
+    """Price per worker and hour, in any currency, for the cost of documents and tokens."""
 
     def __post_init__(self) -> None:
         if self.price_per_worker_hour is not None:
@@ -143,7 +141,7 @@ class ReportOptions:
 
 
 class RunConfig(BaseModel):
-    """The whole configuration of a run. Frozen; an unknown key raises."""
+    """The complete configuration of a run. Frozen; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -161,8 +159,8 @@ class RunConfig(BaseModel):
     job: JobOptions = Field(default_factory=JobOptions)
     report: ReportOptions = Field(default_factory=ReportOptions)
     tasks: dict[str, Values] = Field(default_factory=dict)
-    """Of a run that asks several things of each document: by name, the keys of each in which tasks
-    may differ. Those above are the first one's.
+    """Keys of each task by name, if a run has several tasks. The sections above are the first
+    task's.
     """
 
     @model_validator(mode="after")
@@ -182,27 +180,25 @@ class RunConfig(BaseModel):
 
     @property
     def active_draft(self) -> DraftOptions | None:
-        """Return the draft's options; None in the mode that loads no draft."""
+        """Return the draft's options; None in mode `autoregressive`."""
         return None if self.decoding.mode == "autoregressive" else self.draft
 
     @property
     def active_cache(self) -> CacheOptions:
-        """Return what the draft sees: everything in mode `tree`, and if it is n-grams alone."""
+        """Return the cache options of the draft. Mode `tree` and n-gram drafts see everything."""
         is_ngram = self.draft is not None and self.draft.kind == "ngram"
         sees_all = self.decoding.mode == "tree" or is_ngram
         return CacheOptions(policy="full") if sees_all else self.cache
 
     @property
     def num_tree_levels(self) -> int:
-        """Return the levels of the deepest tree that the draft may propose."""
+        """Return the maximum depth of a draft's tree."""
         has_ngrams = self.draft is not None and self.draft.has_ngrams
         return max(self.tree.depth, self.tree.ngram_depth) if has_ngrams else self.tree.depth
 
     @property
     def each_task(self) -> dict[str, RunConfig]:
-        """Return by name, for each task, the configuration of a run that has no other; "" is the
-        only one.
-        """
+        """Return a single-task configuration for each task; the name of an only task is ""."""
         if not self.tasks:
             return {"": self}
         whole = self.model_dump(mode="json", exclude={"tasks"})
@@ -212,7 +208,7 @@ class RunConfig(BaseModel):
         }
 
     def of_tasks(self, names: Iterable[str], path: str) -> RunConfig:
-        """Return the configuration of a run of those tasks alone. path: its `output.path`."""
+        """Return a configuration of a subset of the tasks. `path` becomes its `output.path`."""
         there = self.model_copy(update={"output": replace(self.output, path=path)})
         each = there.each_task
         found = joined({name: each[name] for name in names})
@@ -222,16 +218,15 @@ class RunConfig(BaseModel):
 
     @property
     def most_new_tokens(self) -> int:
-        """Return the largest `decoding.max_new_tokens` of a task."""
+        """Return the largest `decoding.max_new_tokens` of all tasks."""
         own = [keys["decoding"]["max_new_tokens"] for keys in self.tasks.values()]
         return max(own, default=self.decoding.max_new_tokens)
 
     def max_tokens(self, context_length: int) -> int:
-        """Return the most prompt and output tokens of one request: the tree behind them must fit
-        the context.
+        """Return the maximum tokens of a request, prompt and output; the rest holds a draft tree.
 
-        It is the same in every mode and with every draft, so that all see the same prompt: n-gram
-        drafts, which may be deeper, never reach past the last token that a request asks for.
+        The value is the same for every mode and draft, so that all see equal prompts. N-gram drafts
+        may be deeper, but never draft beyond the last requested token.
         """
         return context_length - self.tree.depth - 1
 
@@ -245,16 +240,19 @@ class RunConfig(BaseModel):
         run_date: date | None = None,
         needs_paths: bool = True,
     ) -> RunConfig:
-        """Read a configuration, apply `key.path=value` overrides, check everything, and make local
-        paths absolute.
+        """Read, merge and validate configurations.
 
-        config: a YAML file, the name of a shipped one, the values of one, or one that was made
-        already; or several, such as a pair and a task, of which a later one wins key by key; `base`
-        in one names those that come before it. Relative paths of a file are relative to its folder;
-        all others, and those of a shipped file, to the current folder. Values of overrides are
-        YAML. allow_relative: if False, a relative local path is refused instead. run_date: stands
-        for `{run_date}` in the paths of input and output; None: today. needs_paths: if False, the
-        paths of input and output may be missing. Raises ConfigError.
+        Args:
+            config: A YAML file, a shipped name, a dictionary of values or a RunConfig; or several,
+                such as a pair and a task. Later ones win key by key. `base` names earlier ones.
+            overrides: `key.path=value` with values in YAML.
+            allow_relative: If False, relative local paths are errors. Otherwise they are relative
+                to their file; paths of shipped files and overrides to the working directory.
+            run_date: Value of `{run_date}` in the paths of input and output; default: today.
+            needs_paths: If False, the paths of input and output may be missing.
+
+        Raises:
+            ConfigError: A key or value is not allowed.
         """
         overrides = list(overrides)
         if isinstance(config, RunConfig) and not overrides:
@@ -293,7 +291,7 @@ class RunConfig(BaseModel):
 
     @classmethod
     def from_values(cls, values: Values) -> RunConfig:
-        """Make a configuration from nested values as YAML gives them. Raises ConfigError."""
+        """Make a configuration from nested values. Raises ConfigError."""
         try:
             return cls.model_validate_json(_as_json(values))
         except ValidationError as error:
@@ -303,17 +301,15 @@ class RunConfig(BaseModel):
 
 
 OneConfig = RunConfig | ReadOnly | str | Path | tuple[ReadOnly | str, str]
-"""A configuration, its values, a YAML file, or the name of a shipped one; or one of these with the
-folder that its paths are relative to.
+"""A configuration, its values, a YAML file or a shipped name; a tuple adds the base folder of
+paths.
 """
 Configs = OneConfig | Sequence[OneConfig]
-"""One, or several of which a later one wins key by key."""
+"""A single configuration, or several to merge."""
 
 
 class Origin(NamedTuple):
-    """Say where a value came from: a configuration as it was named, or `--set`; and what its paths
-    are relative to.
-    """
+    """Source of a value: a configuration or `--set`, and the base folder of its paths."""
 
     name: str
     folder: str
@@ -323,10 +319,10 @@ class Origin(NamedTuple):
 def merge(
     configs: Iterable[OneConfig], overrides: Sequence[str]
 ) -> tuple[Values, dict[str, Origin]]:
-    """Return the values of configurations and overrides, later ones above earlier ones, and the
-    origin of each key.
+    """Merge configurations and overrides; return the values and the origin of each key.
 
-    Raises ConfigError.
+    Raises:
+        ConfigError: A configuration cannot be read or merged.
     """
     merged: Values = {}
     origins: dict[str, Origin] = {}
@@ -359,14 +355,15 @@ def merge(
 
 
 def _keys(values: Values, section: str) -> Values:
-    """Return the keys of a section with their values; none if it is no section."""
+    """Return the keys of a section; empty if it is not a mapping."""
     options = values.get(section)
     return options if isinstance(options, dict) else {}
 
 
 def _drop_demo(read: Iterable[tuple[Values, Origin]]) -> None:
-    """Take the demo's paths and columns out of shipped configurations where somebody's own are
-    given, and out of all but the last.
+    """Drop the demo's paths and columns from shipped configurations if the user sets any.
+
+    Of several demos, only the last is kept.
     """
     own = {
         f"{section}.{key}"
@@ -387,10 +384,10 @@ def _drop_demo(read: Iterable[tuple[Values, Origin]]) -> None:
 
 
 def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Values, Origin]]:
-    """Yield the values of the configurations that `base` names, then its own, each with their
-    origin.
+    """Yield the values of all `base` configurations, then the configuration's values.
 
-    above: the files that led here. Raises ConfigError, also for a file that is its own base.
+    Args:
+        above: Files that led here, to detect cycles.
     """
     if isinstance(config, RunConfig):
         yield config.model_dump(mode="json"), Origin("RunConfig", os.getcwd())
@@ -431,11 +428,11 @@ OF_TASKS = {
         *("repetition_penalty", "no_repeat_ngram_size"),
     },
 }
-"""What tasks of one run may differ in."""
+"""Keys in which tasks of a run may differ."""
 
 
 def _placed(tasks: Any, folder: str) -> Any:
-    """Return a list of tasks, each with the folder that its paths are relative to."""
+    """Return a list of tasks, each with the base folder of its paths."""
     if isinstance(tasks, str):
         tasks = [tasks]
     if isinstance(tasks, dict):
@@ -447,7 +444,7 @@ def _placed(tasks: Any, folder: str) -> Any:
 
 
 def _asked(tasks: Any) -> dict[str, OneConfig]:
-    """Return by name what each of several tasks adds to the configuration. Raises ConfigError."""
+    """Return the additions of each task by name. Raises ConfigError."""
     found: dict[str, OneConfig] = {}
     if not isinstance(tasks, list | None):
         tasks = [tasks]
@@ -471,14 +468,12 @@ def _asked(tasks: Any) -> dict[str, OneConfig]:
 
 
 def _fields(config: RunConfig) -> set[str]:
-    """Return the names of the columns of results that are not of the input."""
+    """Return the names of the result columns not copied from the input."""
     return {each.name for each in summary_fields(text_columns(config.model_dump(mode="json")))}
 
 
 def joined(each: Mapping[str, RunConfig]) -> RunConfig:
-    """Make the configuration of a run with several tasks of those of runs with one. Raises
-    ConfigError.
-    """
+    """Join single-task configurations into a run with several tasks. Raises ConfigError."""
     name_of_first, first = next(iter(each.items()))
     if len(each) < 2:
         return first
@@ -509,7 +504,7 @@ def joined(each: Mapping[str, RunConfig]) -> RunConfig:
 
 
 def _parsed(override: str) -> tuple[tuple[str, ...], Any]:
-    """Read one `key.path=value`. Returns the names of its path, and the value."""
+    """Split `key.path=value` into its path and its parsed value."""
     key, equals, text = override.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path):
@@ -518,7 +513,7 @@ def _parsed(override: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _set(values: Values, path: Sequence[str], value: Any) -> None:
-    """Set a value of nested ones."""
+    """Set a nested value."""
     *sections, name = path
     for section in sections:
         if values.get(section) is None:
@@ -539,37 +534,34 @@ _PATHS = (
     ("target", "adapter"),
     ("draft", "model"),
 )
-"""Keys whose values may be local paths; variables in them are replaced."""
+"""Keys with local paths, in which variables are replaced."""
 _NOT_OF_NGRAM = ("model", "ngram")
-"""Keys of the draft's section that the kind `ngram` does not take."""
+"""Keys of `draft` that do not apply to n-gram drafts."""
 
 
 def _drop_model_of_draft(values: Values, kind: object) -> None:
-    """Take out of the draft's section what the kind that comes in its place does not take; None:
-    none comes.
-    """
+    """Drop keys of `draft` that no longer apply if an n-gram draft replaces another."""
     draft = _keys(values, "draft")
     if kind == "ngram" and draft and draft.get("kind") != kind:
         values["draft"] = {key: draft[key] for key in draft if key not in _NOT_OF_NGRAM}
 
 
 _UPLOADED = "/_ray_pkg_"
-"""Begins the name of the folder into which Ray unpacks what was uploaded with a job."""
+"""Folder name prefix of files uploaded with a Ray job."""
 _VARIABLE = re.compile(r"\$\{([^{}]*)\}|\{([A-Za-z_]\w*)\}|(\$\{)|\$([A-Za-z_]\w*)")
-"""`${NAME}`, `{name}`, and what was meant as a variable: a `${` that is not closed, and `$NAME`."""
+"""`${NAME}`, `{name}`, and mistakes: an unclosed `${`, or `$NAME`."""
 
 
 def _whole_path(
     section: str, key: str, base: str, known: Mapping[str, object], allow_relative: bool, path: Any
 ) -> Any:
-    """Replace the variables of a path of the configuration, and make it absolute if it is local;
-    base: its folder.
+    """Replace variables in a path, and make it absolute if it is local.
 
-    What is no path is left to the check of types. Raises ConfigError.
+    Values of other types are left to validation. Raises ConfigError.
     """
     if not isinstance(path, str) or path.startswith('{"'):
         return path
-    if key in ("model", "adapter"):  # each machine of the run has folders of its own
+    if key in ("model", "adapter"):  # replaced later, because nodes have different folders
         known = {**known, "models": MODELS, "shipped": "{shipped}"}
     path = _expanded(f"{section}.{key}", path, known)
     if _UPLOADED in path:
@@ -591,9 +583,7 @@ def _whole_path(
 
 
 def _expanded(key: str, text: str, known: Mapping[str, object]) -> str:
-    """Replace the variables of one path. Raises ConfigError for an unknown one, and for one that is
-    written wrongly.
-    """
+    """Replace variables in a path. Raises ConfigError for unknown or malformed ones."""
 
     def value_of(found: re.Match[str]) -> str:
         variable, name, unclosed, bare = found.groups()
@@ -616,8 +606,8 @@ def _expanded(key: str, text: str, known: Mapping[str, object]) -> str:
 
 
 def _sentence(detail: ErrorDetails) -> str:
-    """Turn one of pydantic's errors into a line that names the key and what is allowed."""
-    # Behind section and key: the entry of a list, or which of several types was tried.
+    """Convert a pydantic error to a line with the key and its allowed values."""
+    # after section and key, only list indices matter, not the types tried by pydantic
     key = ".".join(
         str(part) for at, part in enumerate(detail["loc"]) if at < 2 or isinstance(part, int)
     )
@@ -660,10 +650,9 @@ def _known_keys(section: str) -> list[str]:
 
 
 def _as_json(values: Values) -> str:
-    """Write values of YAML as JSON, with U+FFFD for halves of surrogate pairs in the prompt alone,
-    never in a path.
+    """Write YAML values as JSON, with U+FFFD for unpaired surrogates in prompts, never in paths.
 
-    Raises ConfigError for a number of thousands of digits, or endless nesting.
+    Raises ConfigError for enormous numbers and endless nesting.
     """
     try:
         return json.dumps(values | {"prompt": mended(values.get("prompt", {}))}, default=str)
@@ -671,23 +660,19 @@ def _as_json(values: Values) -> str:
         raise ConfigError(f"a value cannot be read: {first_line(error)}") from None
 
 
-# YAML of people: files, and the values of `--set`; what is wrong is said in one line, which shows
-# no secret
-
-
 MOST_SHOWN = 200
-"""Characters of a value that a message repeats."""
+"""Maximum length of a value repeated in a message."""
 
 
 class ConfigError(ValueError):
-    """A key or value is not allowed; the message is one line that names the key and what is
-    allowed.
-    """
+    """A key or value is not allowed. The message is a single line."""
 
 
 def read_yaml(path: Path) -> Values:
-    """Read a YAML file's mapping. Raises ConfigError for anything else, a repeated key and an
-    alias.
+    """Read a mapping from a YAML file.
+
+    Raises:
+        ConfigError: The file is no mapping, repeats a key or uses an alias.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -707,10 +692,8 @@ def read_yaml(path: Path) -> Values:
 
 
 def _other_name(path: Path) -> str:
-    """Say which configuration may be meant by a path that cannot be read; empty if it is that
-    file.
-    """
-    if os.path.isfile(path):  # False, too, if nobody may look there
+    """Suggest another name for a missing configuration file."""
+    if os.path.isfile(path):  # also False without permission
         return ""
     if os.path.isfile(f"{path}.yaml"):
         return f"; did you mean {path}.yaml?"
@@ -720,7 +703,7 @@ def _other_name(path: Path) -> str:
 
 
 def _yaml_problem(error: Exception) -> str:
-    """Say what is wrong with a text and where, without the text, which may hold a secret."""
+    """Describe a YAML error and its position without the text, which may hold a secret."""
     mark = getattr(error, "problem_mark", None)
     what = (
         str(getattr(error, "problem", None) or type(error).__name__) if mark else first_line(error)
@@ -729,9 +712,9 @@ def _yaml_problem(error: Exception) -> str:
 
 
 class _PlainValues(yaml.SafeLoader):
-    """A loader that refuses a repeated key, of which YAML silently keeps the last, and aliases.
+    """A YAML loader that refuses repeated keys and aliases.
 
-    A few lines of aliases can stand for more values than any memory holds.
+    YAML would keep the last of repeated keys. Nested aliases could exceed any memory.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -754,7 +737,7 @@ class _PlainValues(yaml.SafeLoader):
 
     def construct_exact_float(self, node: yaml.ScalarNode) -> float:
         value: float = self.construct_yaml_float(node)
-        with suppress(ArithmeticError):  # infinity and the like have other names in YAML
+        with suppress(ArithmeticError):  # infinity and NaN have other names in YAML
             if Decimal(node.value.replace("_", "")) != Decimal(repr(value)):
                 raise yaml.constructor.ConstructorError(
                     None, None, f"{node.value} has more digits than a number holds", node.start_mark
@@ -766,9 +749,7 @@ _PlainValues.add_constructor("tag:yaml.org,2002:float", _PlainValues.construct_e
 
 
 def parse(key: str, text: str) -> Any:
-    """Read the value of `--set key=text`. Raises ConfigError for what is no YAML, or would be read
-    in part.
-    """
+    """Parse the value of `--set key=text`. Raises ConfigError for invalid YAML and comments."""
     try:
         value = yaml.load(text, _PlainValues)
         tokens = [token for token in yaml.scan(text) if not isinstance(token, yaml.StreamEndToken)]
@@ -787,9 +768,7 @@ def parse(key: str, text: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """Write a value for a message, but not one that holds an address, which may hold a secret, nor
-    a long one.
-    """
+    """Format a value for a message; hide long values and URIs, which may hold secrets."""
     text = repr(value)
     return (
         text

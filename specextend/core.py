@@ -1,6 +1,4 @@
-"""Keys of documents, requests and completions, which hold no tensors; loops of tokens; functions
-that show text safely.
-"""
+"""Basic types without tensors (keys, requests, completions), loop detection and safe text."""
 
 import difflib
 import gc
@@ -17,44 +15,38 @@ from specextend.stats import DecodingStats
 FinishReason = Literal["stop", "length", "repetition"]
 
 _UNSAFE = frozenset(("Cc", "Cf", "Co", "Cs", "Zl", "Zp"))
-"""Unicode categories of the characters that are escaped."""
+"""Unicode categories of escaped characters."""
 _NEEDED = frozenset(
     "\u180e\u200b\u200c\u200d\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd"
 ) | frozenset(map(chr, (*range(0x600, 0x606), *range(0x13430, 0x13440))))
-"""Exceptions, because scripts are written with them: word and vowel separators, joiners, signs
-around numbers.
-"""
+"""Exceptions needed by scripts: word and vowel separators, joiners, number signs."""
 
 MIN_REPEATS = 4
-"""Times that a stretch of tokens must stand in a row to be a loop."""
+"""Minimum repetitions of a loop."""
 MAX_PERIOD = 64
-"""Tokens of the longest stretch that is looked for."""
+"""Maximum tokens of a repeated stretch."""
 MIN_STOP_TOKENS = 64
-"""Tokens that a loop must cover to end an output. A line of a table with one entry over and over
-has covered 40.
-"""
+"""Tokens a loop must cover to end an output. Tables with repeated entries have covered 40."""
 
 MIN_FLAGGED_TOKENS = 24
-"""Tokens that a loop must cover to count as one where that costs no text."""
+"""Tokens a loop must cover to set a flag, where a mistake costs no text."""
 
 
 Values = dict[str, Any]
-"""Values by name: a row, an object of JSON, a section of a configuration or of a report."""
+"""Named values: a row, a JSON object, a section of a configuration or report."""
 ReadOnly = Mapping[str, Any]
-"""The same, which whoever gets it does not change."""
+"""Values that the receiver does not modify."""
 Checkpoint = Callable[[], object]
 """Called between the steps of long work; may raise."""
 
 
 class DocumentKey(NamedTuple):
-    """The place of a row in the input. Inside a job a row is identified by its key, never by its
-    `doc_id`.
-    """
+    """Position of a row in the input. Identifies a row within a job, unlike its `doc_id`."""
 
     file: int
     """Number of the input file, in path order."""
     row: int
-    """Row number in that file."""
+    """Row number in the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,29 +58,27 @@ class SamplingParams:
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of most likely tokens whose probability reaches top_p."""
+    """Keep the smallest set of most likely tokens with a total probability of top_p."""
     seed: int = 0
-    """Seed of the request's noise; equal seeds give equal output in every decoding mode."""
+    """Random seed of the request; equal seeds give equal output in every decoding mode."""
     stop: tuple[str, ...] = ()
-    """Strings that end the output; none of them is part of `Completion.text`."""
+    """Strings that end the output, not included in `Completion.text`."""
     ignore_eos: bool = False
-    """Go on after an end-of-sequence token, as benchmarks of a fixed output length need it."""
+    """Continue after an end-of-sequence token, for benchmarks with fixed output lengths."""
     stop_repetition: bool = False
-    """End the output once its tokens repeat themselves in a loop."""
+    """End the output when its tokens repeat in a loop."""
     repetition_penalty: float | None = None
-    """Divide the positive logits of tokens that occurred by this and multiply the negative ones; 1
-    changes nothing. None: what the model asks.
+    """Divide positive logits of earlier tokens by this value, and multiply negative ones; 1 is off.
+    None: default of the model.
     """
     no_repeat_ngram_size: int | None = None
-    """Choose no token that completes a run of so many tokens that occurred before; 0 allows all.
-    None: what the model asks.
+    """Forbid tokens that would repeat an n-gram of this size; 0 is off. None: default of the
+    model.
     """
 
     @property
     def leaves_out(self) -> bool:
-        """Return True if only some of the likeliest tokens can be chosen, which depend on all
-        others.
-        """
+        """Return True if only some of the likeliest tokens can be chosen."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
     def __post_init__(self) -> None:
@@ -110,17 +100,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Asks:
-    """Holds what a model's `generation_config.json` asks of its outputs, besides where they end."""
+    """Requests of a model's `generation_config.json` about its outputs, except stop tokens."""
 
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
     suppress_tokens: tuple[int, ...] = ()
-    """Tokens that are never chosen."""
+    """Forbidden tokens."""
     passed_over: tuple[str, ...] = ()
-    """Keys that are not served."""
+    """Unsupported keys."""
 
     def of(self, sampling: SamplingParams) -> Self:
-        """Return what holds for a request: its own penalties or else the model's."""
+        """Return the values for a request, whose penalties override the model's."""
         names = ("repetition_penalty", "no_repeat_ngram_size")
         own = {name: getattr(sampling, name) for name in names}
         return replace(self, **{name: value for name, value in own.items() if value is not None})
@@ -132,47 +122,43 @@ class Asks:
 
 
 class Choice(NamedTuple):
-    """A field of which all values are known."""
+    """A field with a closed set of values."""
 
     field: str
     values: tuple[str, ...]
     texts: tuple[str, ...]
-    """How an output goes on for each value. None begins another."""
+    """Continuation of the output for each value. No continuation is a prefix of another."""
 
 
 class Scored(NamedTuple):
-    """Hold what the target thinks of a value of a choice."""
+    """The target's score of a value of a choice."""
 
     field: str
     value: str
     log_prob: float
-    """Given that it is one of the field's values."""
+    """Relative to the other values of the field."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt for the engine."""
+    """A prompt for the engine."""
 
     request_id: str
     prompt_token_ids: list[int]
     max_new_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
     drafts: bool | None = None
-    """True to draft in any case, False for plain steps, None to draft while that pays."""
+    """True drafts always, False never, None while it pays."""
     keeps_leads: bool = False
-    """True for `Completion.leads`, if it does not draft."""
+    """Return `Completion.leads`, unless drafts are used."""
     keeps_log_probs: bool = False
-    """True for `Completion.log_probs`, if the output is not made of choices."""
+    """Return `Completion.log_probs`, unless the output consists of choices."""
     schema: str = ""
-    """JSON Schema of the object that the output must be; empty for any text."""
+    """JSON Schema for the output object; empty for free text."""
     choices: tuple[Choice, ...] = ()
-    """If given, the output is one text of each, the likeliest behind those before it; nothing else
-    is asked of it.
-    """
+    """If given, the output consists of the likeliest text of each choice, in sequence."""
     closed: tuple[Choice, ...] = ()
-    """Fields of the schema whose values are scored once the output is done; their texts are the
-    values alone.
-    """
+    """Schema fields to score after decoding. Their texts are the plain values."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -183,11 +169,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """The output of the engine for one request.
+    """The engine's output for a request.
 
-    `token_ids` ends with the EOS or with the token that completes a stop string; `text` contains
-    neither. A loop that ends the output is part of both, up to the token that completes it. Behind
-    choices there is no EOS.
+    `token_ids` ends with the EOS or the token that completes a stop string; `text` excludes both. A
+    final loop is included up to the token that completes it. Choices have no EOS.
     """
 
     request_id: str
@@ -196,20 +181,18 @@ class Completion:
     finish_reason: FinishReason
     stats: DecodingStats
     leads: tuple[float, ...] = ()
-    """Of each token, by how much of its logit it stood above every other; behind choices, of its
-    choice.
-    """
+    """Lead of each token's logit over the runner-up; for choices, the lead of the choice."""
     scored: tuple[Scored, ...] = ()
-    """All values of a request's choices and closed fields, one after the other."""
+    """Values of all choices and closed fields, in order."""
     log_probs: tuple[float, ...] = ()
-    """Of each token, by the target's own logits: before temperature, penalties and grammar."""
+    """Log probability of each token before temperature, penalties and grammar."""
 
 
 def mended(value: Any, *, decodes: bool = False) -> Any:
-    """Return a value in which halves of surrogate pairs are U+FFFD, those inside of its lists and
-    fields as well.
+    """Replace unpaired surrogates by U+FFFD, in nested values as well.
 
-    decodes: bytes become text, in which what is not UTF-8 is U+FFFD, too.
+    Args:
+        decodes: Also decode bytes, with U+FFFD for invalid UTF-8.
     """
     match value:
         case str():
@@ -224,12 +207,11 @@ def mended(value: Any, *, decodes: bool = False) -> Any:
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Escape text so that it is safe on a terminal, in a log line and in a report.
+    r"""Escape text for terminals, logs and reports.
 
-    Control characters, line ends of every kind, characters that are invisible or reorder their
-    neighbours, halves of surrogate pairs and private-use characters become codes such as `\x1b` and
-    `\u202e`, except those in `keep`. Text in any language is left unchanged, including the joiners,
-    separators and signs that its script needs.
+    Control characters, line breaks, invisible and reordering characters, unpaired surrogates and
+    private-use characters become codes such as `\x1b` and `\u202e`, except characters in `keep`.
+    Text of any language stays readable, including the joiners, separators and signs of its script.
     """
     safe = _NEEDED.union(keep)
     return "".join(
@@ -241,16 +223,15 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def read_json(text: str, **options: Any) -> Any:
-    """Parse JSON, with U+FFFD for halves of surrogate pairs, which only escapes can make. Raises
-    ValueError.
-    """
+    """Parse JSON, with U+FFFD for escaped unpaired surrogates. Raises ValueError."""
     value = json.loads(text, **options)
     return mended(value) if "\\u" in text else value
 
 
 def json_values(text: str, begin: int = 0) -> Iterator[tuple[str, int, int]]:
-    """Yield the name of each value in the object or list that begins at `begin`, empty in a list,
-    and where its JSON begins and ends. Raises ValueError if the text breaks off.
+    """Yield name, start and end of each value in the JSON object or list at `begin`.
+
+    Names are empty in a list. Raises ValueError for truncated text.
     """
 
     def behind_gap(place: int) -> int:
@@ -269,7 +250,7 @@ def json_values(text: str, begin: int = 0) -> Iterator[tuple[str, int, int]]:
 
 
 def unique_fields(fields: list[tuple[str, Any]]) -> Values:
-    """Return an object of JSON. Raises ValueError if it would lose a field."""
+    """Return a JSON object. Raises ValueError for duplicate fields."""
     values = dict(fields)
     if len(values) < len(fields):
         raise ValueError(f"two of the fields {', '.join(values)} have one name")
@@ -277,35 +258,29 @@ def unique_fields(fields: list[tuple[str, Any]]) -> Values:
 
 
 def counted(count: int, noun: str) -> str:
-    """Put a count before a noun whose plural ends in s: `1 row`, `2,000 rows`."""
+    """Format a count with its noun: `1 row`, `2,000 rows`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def did_you_mean(name: str, known: Iterable[str], least: float = 0.6) -> str:
-    """Ask, at the end of a message, for the known name that is most like a misspelt one; empty if
-    none is like it.
-
-    least: similarity from 0 to 1 from which one is.
-    """
+    """Suggest the most similar known name for the end of a message; empty if none is similar."""
     near = difflib.get_close_matches(name, list(known), 1, least)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, or its class name if it has no message."""
+    """Return the first line of an exception's message, or the class name."""
     return (str(error).strip() or type(error).__name__).split("\n", 1)[0].rstrip()
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception's whole message, its lines joined."""
+    """Return the message of an exception with its lines joined."""
     return " ".join(str(error).split())
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Let Python look for no garbage during a `with` block: a large import makes none, but objects
-    by the million.
-    """
+    """Disable garbage collection, which would scan millions of objects during a large import."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -313,21 +288,22 @@ def without_collections() -> Iterator[None]:
     finally:
         if not gc.get_freeze_count():
             gc.freeze()
-            gc.unfreeze()  # both together make all objects old
+            gc.unfreeze()  # moves all objects to the oldest generation
         if was_enabled:
             gc.enable()
 
 
 def how_to_install(extra: str) -> str:
-    """Return the command that adds an extra of this package, which no package index has."""
+    """Return the command that installs an extra of this package, which is on no package index."""
     return f"pip install '.[{extra}]' in the clone, or 'WHEEL[{extra}]' with the path of the wheel"
 
 
 def ends_in_loop(token_ids: list[int], min_tokens: int) -> bool:
-    """Return True if a stretch of up to MAX_PERIOD tokens, MIN_REPEATS times or more in a row, is
-    the end.
+    """Return True if the tokens end in a loop: MIN_REPEATS or more equal stretches of up to
+    MAX_PERIOD.
 
-    min_tokens: how many tokens the repeats must cover at least.
+    Args:
+        min_tokens: Minimum tokens of the loop.
     """
     if len(token_ids) < min_tokens:
         return False
@@ -339,5 +315,5 @@ def ends_in_loop(token_ids: list[int], min_tokens: int) -> bool:
 
 
 def is_loop(token_ids: list[int]) -> bool:
-    """Return True if the end of a whole output is a loop; a final EOS does not hide it."""
+    """Return True if a finished output ends in a loop, possibly before a final EOS."""
     return any(ends_in_loop(tokens, MIN_FLAGGED_TOKENS) for tokens in (token_ids, token_ids[:-1]))

@@ -1,6 +1,4 @@
-"""Folders that no other user can enter: caches that stay, and temporary folders that are removed
-when the process ends, unless that is by SIGKILL.
-"""
+"""Private folders: caches, and temporary folders removed at exit (except after SIGKILL)."""
 
 import atexit
 import os
@@ -15,20 +13,20 @@ from types import FrameType
 from typing import NoReturn
 
 _temporary: dict[str, int] = {}
-"""The folders to remove, with the process that made each: a fork must not remove its parent's."""
+"""Folders to remove, with their process: a fork must not remove folders of its parent."""
 
 
 def make_temporary(parent: str | None = None, prefix: str = "specextend-") -> str:
-    """Make a folder that is removed when this process ends, if not before. Raises OSError."""
+    """Make a folder to be removed at the end of this process. Raises OSError."""
     name = prefix + secrets.token_hex(8)
     folder = os.path.abspath(os.path.join(parent or tempfile.gettempdir(), name))
-    _temporary[folder] = os.getpid()  # before it is there: a signal may come in between
+    _temporary[folder] = os.getpid()  # first: a signal may arrive in between
     os.mkdir(folder, mode=0o700)
     return folder
 
 
 def remove(folder: str) -> None:
-    """Remove a folder of `make_temporary`."""
+    """Remove a folder made by `make_temporary`."""
     if _temporary.get(folder) == os.getpid():
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)  # another thread may have written meanwhile
@@ -53,30 +51,28 @@ def remove_all() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once, without its temporary folders."""
+    """Remove temporary folders and end the process at once."""
     remove_all()
     os._exit(code)
 
 
 def die(number: int, frame: FrameType | None) -> None:
-    """Handle a deadly signal: die of it, without temporary folders."""
+    """Handle a deadly signal: remove temporary folders, then die of the signal."""
     remove_all()
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
 def cache_path() -> Path:
-    """Return `$XDG_CACHE_HOME/specextend` or `~/.cache/specextend`, which need not be there."""
+    """Return `$XDG_CACHE_HOME/specextend` or `~/.cache/specextend`, which may not exist."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # the standard says to ignore relative ones
+    if not os.path.isabs(base):  # the XDG standard ignores relative paths
         base = os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base, "specextend")
 
 
 def cache_folder() -> Path | None:
-    """Return the folder of `cache_path`, which is made if it is missing; None if it cannot be, or
-    if another user could write to it.
-    """
+    """Return the cache folder, created if missing; None if another user could write to it."""
     folder = cache_path()
     with suppress(OSError):
         if folder.is_absolute():
@@ -88,17 +84,17 @@ def cache_folder() -> Path | None:
 
 
 def keep_caches_private() -> None:
-    """Tell libraries where to keep what they compile, unless the user has told them.
+    """Set private cache folders for compilers, unless the user has set any.
 
-    Torch makes a folder of a known name in TMPDIR when it is imported, where another user can put a
-    file in its way, or code.
+    By default, torch uses a predictable folder in TMPDIR, where another user could place files or
+    code.
     """
     names = {"TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton"}
-    if not os.access(Path(__file__).parent, os.W_OK):  # where numba would keep its own
+    if not os.access(Path(__file__).parent, os.W_OK):  # numba's default folder
         names["NUMBA_CACHE_DIR"] = "numba"
     if names.keys() <= os.environ.keys():
         return
-    with suppress(OSError):  # torch says what is wrong
+    with suppress(OSError):  # torch reports the error
         folder = cache_folder()
         if folder is None or not os.access(folder, os.W_OK):
             folder = Path(make_temporary())

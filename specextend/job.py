@@ -1,4 +1,4 @@
-"""A run as a call, for notebooks and orchestrators: `specextend.run`."""
+"""Runs called from Python, for notebooks and orchestrators: `specextend.run`."""
 
 import json
 import os
@@ -20,42 +20,40 @@ from specextend.data.run_folder import Retry
 from specextend.folders import die
 
 _ONE_RUN = threading.Lock()
-"""Held during a run: a process has one Ray, and one stderr for its progress."""
+"""Held during a run. A process has a single Ray and a single stderr."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Say what a run has come to."""
+    """Outcome of a run."""
 
     exit_code: int
-    """0: done; 3: more rows failed than `job.max_error_fraction` allows; 75: cancelled, call again
-    to resume.
+    """0: done; 3: more failed rows than `job.max_error_fraction` allows; 75: cancelled, call
+    again.
     """
     output: str
-    """The folder of the run."""
+    """Folder of the run."""
     report: ReadOnly | None = field(repr=False)
-    """The contents of report.json; None if the run was cancelled before it had begun."""
+    """Contents of report.json; None if the run was cancelled before it began."""
 
     @property
     def summaries(self) -> str:
-        """Return the folder of Parquet files with the summaries, which a run that had nothing to do
-        does not have.
-        """
+        """Return the folder of Parquet files with summaries. Missing if there was nothing to do."""
         return f"{self.output}/summaries"
 
     @property
     def errors(self) -> str:
-        """Return the folder of Parquet files with the rows that failed."""
+        """Return the folder of Parquet files with failed rows."""
         return f"{self.output}/errors"
 
     @property
     def page(self) -> str:
-        """Return the file of the report as a page."""
+        """Return the path of the HTML report."""
         return f"{self.output}/report.html"
 
     @property
     def rows(self) -> Mapping[str, int | None]:
-        """Return the rows by outcome: `input`, `done`, `errors` and `pending`."""
+        """Return row counts by outcome: `input`, `done`, `errors` and `pending`."""
         return {} if self.report is None else self.report["rows"]
 
 
@@ -72,14 +70,25 @@ def run(
     cancel: threading.Event | None = None,
     progress: bool = True,
 ) -> RunResult:
-    """Run or resume a job, in this process and any of its threads.
+    """Run or resume a job in this process, from any thread.
 
-    config: a YAML file, the name of a shipped configuration, the values of one, or a RunConfig; or
-    a list of these, such as a pair and a task. input, output, settings (`{"job.workers": 2}`),
-    run_date, retry_errors, redo, redo_as: as on the command line. cancel: once it is set,
-    finished work is committed and the run ends with exit code 75, as it does on Ctrl-C. progress:
-    show it on stderr. Raises in one line what the command would say: ValueError for what must be
-    changed, others for what may pass.
+    Args:
+        config: A YAML file, the name of a shipped configuration, a dictionary of values, or a
+            RunConfig; or a list of these, such as a pair and a task.
+        input: Overrides `input.path`.
+        output: Overrides `output.path`.
+        settings: Overrides of other keys, such as `{"job.workers": 2}`.
+        run_date: Value of `{run_date}` in paths; default: today.
+        retry_errors: Error rows to repeat, as `--retry-errors`.
+        redo: Condition on the rows of a finished run to repeat, as `--redo`.
+        redo_as: Folder name for `redo`, as `--redo-as`.
+        cancel: Event to stop the run. Finished work is committed; the exit code is 75, as on
+            Ctrl-C.
+        progress: Show the progress on stderr.
+
+    Raises:
+        ValueError: Something must be changed before the run can work.
+        RunError: The run failed; a later call may succeed.
     """
     paths = {"input.path": input, "output.path": output}
     values = {key: str(path) for key, path in paths.items() if path is not None} | dict(
@@ -98,7 +107,7 @@ def run(
         interrupt = stack.enter_context(
             _cancelled_by(cancel or threading.Event(), loaded.job.deadline_s)
         )
-        # it imports Ray, which reads the environment
+        # Ray reads the environment when it is imported
         from specextend.cluster import checks
         from specextend.cluster.lifecycle import run_job
 
@@ -120,9 +129,7 @@ def run(
 
 
 def _prepare_environment() -> None:
-    """Set what a private Ray reads when it is imported. Raises RefusedError if it was imported
-    without that.
-    """
+    """Set Ray's variables. Raise RefusedError if Ray was imported too early for a private Ray."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return
@@ -143,15 +150,13 @@ def _report(output: str, *, is_over: bool) -> ReadOnly | None:
 
     if is_over:
         return read_report(output)
-    with suppress(ValueError):  # there is no run yet
+    with suppress(ValueError):  # no run yet
         return build_report(output)
     return None
 
 
 class _Cancel(Interrupt):
-    """Requests to stop a run inside somebody's process: an event or Ctrl-C. It never ends that
-    process.
-    """
+    """Stop requests within a user's process, by event or Ctrl-C. Never ends the process."""
 
     def __init__(self, event: threading.Event, deadline_s: float):
         super().__init__(grace_s=threading.TIMEOUT_MAX, deadline_s=deadline_s)
@@ -160,13 +165,13 @@ class _Cancel(Interrupt):
         self._terminate = die if before is signal.SIG_DFL else before
 
     def install(self) -> None:
-        """Listen to Ctrl-C, and take SIGTERM back from Ray for whom it belonged to."""
+        """Handle Ctrl-C, and restore the user's SIGTERM handler after Ray has replaced it."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._handle)
             signal.signal(signal.SIGTERM, self._terminate)
 
     def check(self) -> None:
-        """Raise InterruptedRunError once the event is set, too."""
+        """Raise InterruptedRunError if the event is set, or after any other request."""
         if self._event.is_set():
             self.tell("cancelled")
         super().check()
@@ -174,7 +179,7 @@ class _Cancel(Interrupt):
 
 @contextmanager
 def _cancelled_by(event: threading.Event, deadline_s: float) -> Iterator[Interrupt]:
-    """Make the requests to stop; leave signal handlers and standard streams as they were."""
+    """Make an interrupt; restore signal handlers and standard streams afterwards."""
     interrupt = _Cancel(event, deadline_s)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     streams = (sys.stdout, sys.stderr)

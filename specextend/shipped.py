@@ -1,8 +1,7 @@
-"""The package as it is installed: its version, and what comes with it.
+"""The installed package: its version and its data files.
 
-Those are the configurations, the draft of the default pair and the documents of the demo. In a
-wheel they lie in the package, in a checkout beside it. Needs the standard library alone, for shell
-completion.
+Data files (configurations, the default draft, demo documents) are inside the package of a wheel, or
+next to it in a checkout. Only the standard library is imported, for fast shell completion.
 """
 
 import json
@@ -18,48 +17,42 @@ SHIPPED = _PACKAGE / "shipped" if (_PACKAGE / "shipped").is_dir() else _PACKAGE.
 CONFIGS = SHIPPED / "configs"
 TASKS = CONFIGS / "tasks"
 MODELS = "{models}"
-"""Stands in the name of a model for `models_folder()` of the machine that loads it."""
+"""Placeholder in model names for `models_folder()` of the loading machine."""
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
-"""Folder of the default pair's target in `models_folder()`."""
+"""Folder of the default target in `models_folder()`."""
 
 
 def shipped_configs() -> dict[str, Path]:
-    """List the files of the shipped configurations by name: the pairs, then the tasks, which are
-    given beside one.
-    """
+    """List the files of shipped configurations by name: pairs, then tasks."""
     return {
         path.stem: path for folder in (CONFIGS, TASKS) for path in sorted(folder.glob("*.yaml"))
     }
 
 
 def find_config(config: str | Path, folder: str = "") -> Path:
-    """Return the file of a shipped configuration's name; anything else is a path, relative to
-    `folder`.
-    """
+    """Return the file of a shipped configuration, or a path relative to `folder`."""
     return shipped_configs().get(str(config), Path(folder, config))
 
 
 def models_folder() -> Path:
-    """Return the folder of models that were made or fetched: `.models` of a checkout if `make
-    models` has made it, or else in the user's cache.
+    """Return the models folder: `.models` of a checkout after `make models`, else the user's cache.
 
-    The copy of a checkout that is uploaded with a job has none: Ray removes it after the job.
+    A checkout uploaded with a Ray job has no `.models`, because Ray deletes it after the job.
     """
     made = SHIPPED / ".models"
     return made if made.is_dir() else cache_path() / "models"
 
 
 def on_this_machine(model: str) -> str:
-    """Return the name of a model with the folders of this machine in the place of `{models}` and
-    `{shipped}`.
+    """Replace `{models}` and `{shipped}` in a model name by folders of this machine.
 
-    A configuration keeps them as they are, because each node of a cluster has its own.
+    Configurations keep the placeholders, because nodes of a cluster have different folders.
     """
     return model.replace(MODELS, str(models_folder())).replace("{shipped}", str(SHIPPED))
 
 
 def package_version(package: str) -> str | None:
-    """Return the version of an installed package; None if there is none."""
+    """Return the version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -68,10 +61,9 @@ def package_version(package: str) -> str | None:
 
 @cache
 def code_commit() -> str | None:
-    """Return the git commit of this code, ending in `-dirty` if it was edited since; None if that
-    is unknown.
+    """Return the git commit of this code, with `-dirty` after local edits; None if unknown.
 
-    It is known of a package that pip installed from a repository, and of a working copy.
+    Known for working copies and packages installed by pip from a repository.
     """
     try:
         installed = json.loads(

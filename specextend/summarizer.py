@@ -1,6 +1,4 @@
-"""Summaries in a pipeline or a notebook: of a text, some documents, or batches
-(`ray.data.Dataset.map_batches`).
-"""
+"""Summaries in notebooks and pipelines, for texts, documents or `ray.data` batches."""
 
 from __future__ import annotations
 
@@ -42,17 +40,17 @@ from specextend.document_requests import (
 from specextend.loading import load_engine
 
 _Timed = tuple[Completion | DocumentError, float]
-"""The outcome of a request, and when it came."""
+"""Outcome of a request, and its time."""
 
 
 class Summarizer:
-    """Summarises documents. Loads its models once, when it is made; one process needs one.
+    """Summarises documents. Loads its models once; a process needs a single instance.
 
-    A call takes a text, a dictionary, a list of either, a dictionary of columns, a data frame or an
-    Arrow table, with the columns of `config.input`, and returns its results in the same form and
-    order: the columns of a summary, then the passthrough columns. A document that fails has its
-    error in `error_class`, `message`, `stage` and `retryable`. `input.path`, `output` and `job` are
-    not used, but for `job.gpus_per_worker`: the models are on a GPU if it is above 0.
+    Takes texts, dictionaries, lists of them, a dictionary of columns, a data frame or an Arrow
+    table, with the columns of `config.input`. Returns results of the same form in the same order:
+    the columns of a summary, then the passthrough columns. Failed documents have `error_class`,
+    `message`, `stage` and `retryable`. `input.path`, `output` and `job` are ignored, except
+    `job.gpus_per_worker`: above 0 the models run on a GPU.
     """
 
     def __init__(
@@ -60,10 +58,11 @@ class Summarizer:
         config: Configs,
         factory: Callable[[RunConfig], Any] = load_engine,
     ):
-        """Load the models of a configuration: what `RunConfig.load` takes.
+        """Load the models of a configuration, given as for `RunConfig.load`.
 
-        Raises ValueError if they cannot be found or served, or do not fit each other, and for
-        options that choose rows, which no batch can follow.
+        Raises:
+            ValueError: A model is missing or unsupported, the pair does not fit, or an option
+                selects rows of files.
         """
         config = RunConfig.load(config, needs_paths=False)
         if config.tasks:
@@ -80,16 +79,16 @@ class Summarizer:
         self._lock = threading.Lock()
 
     def __call__(self, documents: Any) -> Any:
-        """Summarise documents; many at once keep the engine's batch full. Calls of several threads
-        wait for each other.
+        """Summarise documents. Large batches are faster. Calls from other threads wait.
 
-        Raises InputError for missing or mistyped columns, and if `input.id_column` is not set for
-        documents other than texts; and what makes the engine unusable, such as a broken GPU.
+        Raises:
+            InputError: A column is missing or has the wrong type, or `input.id_column` is not set
+                for documents other than plain texts.
         """
         received = time.monotonic()
         batch, given_back = as_table(documents, self._config.input)
         passthrough = self._config.input.passthrough
-        if not len(batch):  # it need not have come with any column
+        if not len(batch):  # an empty batch may lack columns
             columns = {name: batch[name] for name in passthrough if name in batch.column_names}
             batch = pa.table(dict.fromkeys(passthrough, pa.nulls(0)) | columns)
             return given_back(result_table([], batch, passthrough, self._config.output))
@@ -112,7 +111,6 @@ class Summarizer:
         return given_back(result_table(results, batch, passthrough, self._config.output))
 
     def _result(self, row: Row, document: DecodedRow, received: float) -> Values:
-        """Make the row of a document."""
         summary = document.state
         if isinstance(summary, DocumentError):
             return _failed(row.doc_id, summary)
@@ -122,18 +120,18 @@ class Summarizer:
 
 
 class RowDecoder:
-    """Decodes rows with an engine of this process."""
+    """Decodes rows with a local engine."""
 
     def __init__(self, config: RunConfig, engine: Any):
-        """Take an engine. Raises ValueError if no document could be summarised with it."""
+        """Use `engine`. Raises ValueError if no document could be summarised."""
         self._config = config
         self._engine = engine
         self._prompts = Prompts(engine.tokenizer, config.prompt, engine.max_tokens, config.parts)
         check_requests(config, self._prompts)
 
     def decode(self, rows: Sequence[Row], **changes: Any) -> list[DecodedRow]:
-        """Decode rows together, each to its summary or its error. changes: of the fields of all
-        requests.
+        """Decode rows together, each to a summary or an error. `changes` override request
+        fields.
         """
         documents = [
             DecodedRow(summarize(self._config, self._prompts, row, str(number)))
@@ -148,8 +146,8 @@ class RowDecoder:
         return documents
 
     def _outcomes(self, requests: Sequence[Request]) -> dict[str, _Timed]:
-        """Decode requests; return each one's outcome and when it came. After a batch failed, its
-        members run alone.
+        """Decode requests and return their outcomes. The members of a failed batch run again
+        alone.
         """
         outcomes: dict[str, _Timed] = {}
 
@@ -176,28 +174,23 @@ class RowDecoder:
 
 
 class DecodedRow:
-    """A document on its way: the round that is to be decoded, and when its first one began and its
-    last one ended.
-    """
+    """A document in progress: its current round, and its start and end times."""
 
     def __init__(self, rounds: Rounds):
-        """Begin the first round."""
         self._rounds = rounds
         self.state = advance(rounds, None)
         self.completions: list[Completion] = []
-        """Of its requests, in their order."""
+        """Completions of its requests, in order."""
         self.ended = 0.0
         self._began = math.inf
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """Return what is to be decoded for it; nothing once it is done or has failed."""
+        """Return the requests of the current round; empty when done or failed."""
         return self.state if isinstance(self.state, tuple) else ()
 
     def advance(self, outcomes: Mapping[str, _Timed]) -> None:
-        """Take in the outcomes of its requests, which are among these, with the times at which they
-        came.
-        """
+        """Process the outcomes of the current round; `outcomes` may contain others."""
         found = [outcomes[request.request_id] for request in self.requests]
         for outcome, at in found:
             self.ended = max(self.ended, at)
@@ -215,24 +208,17 @@ def _failed(doc_id: str, error: DocumentError) -> Values:
     return {"doc_id": doc_id, "attempts": 1} | {name: getattr(error, name) for name in names}
 
 
-# Documents and results as Arrow tables.
-
-
 BATCH_SCHEMA = pa.schema(
     [
         *SUMMARY_SCHEMA,
         *(ERROR_SCHEMA.field(name) for name in ("error_class", "message", "stage", "retryable")),
     ]
 )
-"""Our columns of a result: those of `summaries/`, then of `errors/`, which are null for a document
-that is done.
-"""
+"""Columns of a result: those of `summaries/`, then those of `errors/`, null without an error."""
 
 
 def check_batch_options(options: InputOptions, output: OutputOptions) -> None:
-    """Raise InputError for options that batches cannot follow, before a model is loaded for
-    them.
-    """
+    """Raise InputError for options that do not apply to batches, before loading models."""
     if options.selects:
         chosen = [
             name
@@ -254,11 +240,15 @@ def check_batch_options(options: InputOptions, output: OutputOptions) -> None:
 
 
 def as_table(documents: Any, options: InputOptions) -> tuple[pa.Table, Callable[[pa.Table], Any]]:
-    """Return documents as a table, and what gives results back in the form that they came in.
+    """Convert documents to a table; also return a function to convert results back.
 
-    documents: a table or data frame; one text or document (a dictionary), or a list of them; a
-    dictionary of columns. Texts alone have their number as id. Raises InputError for anything else,
-    and if `input.id_column` is not set.
+    Args:
+        documents: A table or data frame, a text or dictionary, a list of these, or a dictionary of
+            columns. The ids of plain texts are their positions.
+        options: Input options.
+
+    Raises:
+        InputError: The form is unknown, or `input.id_column` is not set.
     """
     documents = mended(documents)
     is_mapping = isinstance(documents, Mapping)
@@ -293,8 +283,8 @@ def as_table(documents: Any, options: InputOptions) -> tuple[pa.Table, Callable[
 
 
 def _row_or_error(number: int, values: ReadOnly, reader: RowReader) -> Row | DocumentError:
-    """Read a document of a table, or what is wrong with it. Its place in the table is its key, and
-    without `input.id_column` its id.
+    """Read a document of a table. Its position is its key and, without `input.id_column`, its
+    id.
     """
     column = reader.options.id_column
     doc_id = number if column is None else values[column]
@@ -310,11 +300,13 @@ def _row_or_error(number: int, values: ReadOnly, reader: RowReader) -> Row | Doc
 def result_table(
     results: Sequence[Values], batch: pa.Table, passthrough: Sequence[str], output: OutputOptions
 ) -> pa.Table:
-    """Make the table of a batch's results, in its order: BATCH_SCHEMA, the fields of answers, the
-    passthrough columns.
+    """Return the result table: BATCH_SCHEMA, the fields of answers, the passthrough columns.
 
-    results: of `finished_row`, or the facts of a failure, one for each row of the batch. output:
-    names `summary` and the fields.
+    Args:
+        results: Rows of `finished_row` or facts of failures, a row per document.
+        batch: Input table.
+        passthrough: Columns copied from `batch`.
+        output: Names `summary` and the fields.
     """
     whole = rows_table(results, pa.schema([*BATCH_SCHEMA, ("confidence", CONFIDENCE)]))
     table = whole.select(BATCH_SCHEMA.names)

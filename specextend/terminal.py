@@ -1,6 +1,4 @@
-"""Standard streams that are safe to write any text to, in any encoding, even after their reader has
-gone.
-"""
+"""Standard streams that accept any text in any encoding, even after their reader has gone."""
 
 import os
 import sys
@@ -14,23 +12,18 @@ _UP = "\x1b[A"
 
 
 class PlainStream:
-    """A stream that escapes control characters, and drops output once its reader has gone.
+    """A stream that escapes control characters, and drops output without a reader.
 
-    unescaped: the underlying stream, for code that draws on the terminal with its own control
-    characters.
+    `unescaped` is the underlying stream, for code that draws with control characters.
     """
 
     def __init__(self, stream: TextIO, *, bars: bool = False):
-        """Take the stream; `bars` allows the cursor movements of progress bars, such as that of a
-        model download.
-        """
+        """Wrap a stream. `bars` allows the cursor movements of progress bars."""
         self.unescaped = stream
         self._bars = bars
 
     def write(self, text: str) -> int:
-        """Write text with its control characters escaped. Raises TypeError for bytes, as a stream
-        of text does.
-        """
+        """Write text with control characters escaped. Raises TypeError for bytes."""
         if not isinstance(text, str):
             raise TypeError(f"a stream of text takes no {type(text).__name__}")
         try:
@@ -40,16 +33,14 @@ class PlainStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream if it still has a reader."""
+        """Flush the stream if it has a reader."""
         try:
             self.unescaped.flush()
         except BrokenPipeError:
             self._drop()
 
     def _drop(self) -> None:
-        """Discard what is buffered and all later output; otherwise Python would complain again at
-        exit.
-        """
+        """Discard buffered and later output; otherwise Python would complain at exit."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.unescaped.fileno())
         os.close(nowhere)
@@ -59,9 +50,7 @@ class PlainStream:
 
 
 def guard_streams() -> None:
-    """Make stdout and stderr safe for any text, whatever their encoding. Jobs call this before they
-    print.
-    """
+    """Make stdout and stderr safe for any text. Call before printing."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: `>&-`
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  for the process's life
@@ -70,18 +59,18 @@ def guard_streams() -> None:
 
 
 def wrap_streams() -> None:
-    """Wrap the current stdout and stderr in plain streams."""
+    """Wrap the current stdout and stderr."""
     sys.stdout = cast(TextIO, PlainStream(sys.stdout))
     sys.stderr = cast(TextIO, PlainStream(sys.stderr, bars=True))
 
 
 def raw_stream(stream: TextIO) -> TextIO:
-    """Return the stream underneath a plain one, or the stream itself if it is not plain."""
+    """Return the stream inside a PlainStream, or the stream itself."""
     return cast(TextIO, getattr(stream, "unescaped", stream))
 
 
 def complain(error: BaseException) -> None:
-    """Write an error to stderr as one line, if it takes one: the exit code says it, too."""
+    """Write an error to stderr as a single line. Failed writes are dropped."""
     message = str(error).strip() or type(error).__name__
     with suppress(OSError):
         sys.stderr.write(f"error: {printable(message.replace(chr(10), ' '))}\n")
@@ -92,9 +81,7 @@ def _plain(text: str) -> str:
 
 
 def _plain_bar(text: str) -> str:
-    """Escape text, except cursor movements between lines and a leading carriage return: progress
-    bars need these.
-    """
+    """Escape text except the cursor movements and the leading carriage return of progress bars."""
     if not text.replace(_UP, "").strip("\n"):
         return text
     return "\r" + _plain(text[1:]) if text.startswith("\r") else _plain(text)

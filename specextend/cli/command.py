@@ -1,4 +1,4 @@
-"""What all commands share: options, how a command is called, and how its process ends."""
+"""Shared parts of all commands: options, error messages and the end of the process."""
 
 import errno
 import json
@@ -26,18 +26,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ConfigFile(click.Path):
-    """A configuration: the name of a shipped one, or a file."""
+    """A shipped configuration name, or a file."""
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Complete the names, and let the shell complete files."""
+        """Complete shipped names; the shell completes files."""
         names = [CompletionItem(name) for name in shipped_configs() if name.startswith(incomplete)]
         return names + super().shell_complete(ctx, param, incomplete)
 
 
 def config_option(**attributes: Any) -> Callable[[Function], Function]:
-    """Make the option `--config`, which may be repeated."""
+    """Make the repeatable option `--config`."""
     text = (
         "a YAML file, or a name that `specextend configs` lists; of several (a pair, then a "
         "task) later ones win"
@@ -57,7 +57,7 @@ OUTPUT = click.argument("output", type=click.Path())
 
 
 def takes(*options: Callable[[Any], Any]) -> Callable[[Function], Function]:
-    """Give a command several options, in this order."""
+    """Combine several options, in this order."""
 
     def decorate(function: Function) -> Function:
         for option in reversed(options):
@@ -68,13 +68,13 @@ def takes(*options: Callable[[Any], Any]) -> Callable[[Function], Function]:
 
 
 def call(command: click.Command, argv: Sequence[str], name: str) -> int:
-    """Run a command. Returns the exit code: 2, with one line on stderr, if the arguments are wrong.
+    """Run a command and return its exit code: 2, with a line on stderr, for wrong arguments.
 
-    An error about a limit of the process or the machine is one line, too.
+    Errors about limits of the process or the machine take a single line as well.
     """
     try:
         return command.main(list(argv), prog_name=name, standalone_mode=False) or 0
-    except click.Abort:  # before the command had begun
+    except click.Abort:  # before the command began
         return 75
     except click.ClickException as error:
         path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else name
@@ -89,7 +89,7 @@ def call(command: click.Command, argv: Sequence[str], name: str) -> int:
         )
         if not is_memory and number != errno.EMFILE:
             raise
-        traceback.clear_frames(error.__traceback__)  # or there may be no memory to say so
+        traceback.clear_frames(error.__traceback__)  # frees memory for the message
         limit = (
             _limit_of_memory()
             if is_memory
@@ -105,13 +105,13 @@ def call(command: click.Command, argv: Sequence[str], name: str) -> int:
 
 
 _NO_MEMORY = re.compile("an't start new thread|failed to map segment|an(no|')t allocate memory")
-"""What errors about memory say that have no class of their own."""
+"""Messages of memory errors without a class."""
 
 
 def _limit_of_memory() -> str:
     limits = {"ulimit -v": resource.getrlimit(resource.RLIMIT_AS)[0]}
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # there is no such file, or it says `max`
+        with suppress(OSError, ValueError):  # no such file, or its content is `max`
             limits["cgroup"] = int(Path(path).read_text(encoding="ascii"))
     limits["this machine"] = machine_bytes()
     least, name = min((limit, name) for name, limit in limits.items() if limit >= 0)
@@ -119,32 +119,28 @@ def _limit_of_memory() -> str:
 
 
 def machine_bytes() -> int:
-    """Return the size of this machine's memory."""
+    """Return the memory size of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def script(command: click.Command) -> NoReturn:
-    """Run a command with the arguments of this process, which is a script in `jobs/`, and end the
-    process.
-    """
+    """Run a command with the arguments of a script in `jobs/`, and end the process."""
     run_alone(command, sys.argv[1:], os.path.basename(sys.argv[0]))
 
 
 def run_alone(command: click.Command, argv: Sequence[str], name: str) -> NoReturn:
-    """Run a command as all that this process does. SIGTERM is as Ctrl-C, so that nothing is left
-    half done.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT):  # a shell may have us ignore SIGINT
+    """Run a command as this process's only task. SIGTERM acts like Ctrl-C."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # a shell may start us with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     guard_streams()
     end(call(command, argv, name))
 
 
 def end(code: int) -> NoReturn:
-    """End the process with that code at once.
+    """End the process with `code` at once.
 
-    Python's own exit takes a second, in which SIGTERM would change the code. It also waits for
-    libraries whose store has never answered, and ends with another code if stdout is closed.
+    Python's exit takes a second, during which SIGTERM would change the code. It also waits for
+    stores that never answer, and changes the code if stdout is closed.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
@@ -158,10 +154,10 @@ Expected = tuple[type[ValueError | OSError], ...]
 def in_one_line(
     function: Callable[..., int], expected: Expected = (ValueError, OSError)
 ) -> Callable[..., int]:
-    """Let a command say its errors in one line each, and return their exit codes; 2 for what a user
-    got wrong.
+    """Print a command's errors as single lines and return their exit codes.
 
-    expected: errors beside those of a run; any other has a traceback.
+    Args:
+        expected: Error classes besides those of a run. Others keep their traceback.
     """
 
     @wraps(function)
@@ -177,10 +173,8 @@ def in_one_line(
 
 
 def _say_end(error: BaseException, given: ReadOnly, expected: Expected) -> int | None:
-    """Say in one line how a command has ended, and return its exit code; None if nobody foresaw
-    that.
-    """
-    from specextend.cluster import exits  # it imports pyarrow: not for --help
+    """Print the end of a command and return its exit code; None for unexpected errors."""
+    from specextend.cluster import exits  # pyarrow is slow to import, too slow for --help
 
     if isinstance(error, exits.InterruptedRunError):
         retry = given.get("retry_errors")
@@ -188,7 +182,7 @@ def _say_end(error: BaseException, given: ReadOnly, expected: Expected) -> int |
         what = f"interrupted: {error}; finished work is on disk, run again to resume{how}"
         say(what, "interrupted", given)
     elif isinstance(error, exits.RunError):
-        # of differences, each of which is one line
+        # a list of differences takes several lines
         keep = "\n" if isinstance(error, exits.OtherRunError) else ""
         say(f"error: {error}", "error", given, keep)
     elif isinstance(error, KeyboardInterrupt):
@@ -203,8 +197,8 @@ def _say_end(error: BaseException, given: ReadOnly, expected: Expected) -> int |
 
 
 def say(line: str, event: str, given: ReadOnly, keep: str = "") -> None:
-    """Write one line to stderr, if it takes it, because stdout is for results; an event of JSON if
-    the command was given that as its `log`. keep: as for `printable`.
+    """Write a line to stderr, or an event if the option `log` is json. Failed writes are
+    dropped.
     """
     if given.get("log") == "json":
         from specextend.cluster.progress import open_display
@@ -216,7 +210,7 @@ def say(line: str, event: str, given: ReadOnly, keep: str = "") -> None:
 
 
 def show(text: str, end: str = "\n") -> None:
-    """Print what was asked for. Raises OutputError if stdout takes no more."""
+    """Print a result. Raises OutputError if stdout cannot be written."""
     try:
         print(text, end=end, flush=True)
     except OSError as error:
@@ -228,9 +222,7 @@ def show(text: str, end: str = "\n") -> None:
 
 
 def show_found(text: str, path: str | None, found: object) -> None:
-    """Print what a command has found, and write it to the path of `--json`, if there is one; `-`:
-    only as JSON.
-    """
+    """Print a result, and write it as JSON to `path`; `-` prints only the JSON."""
     if path != "-":
         show(text, end="")
     if path is not None:
@@ -238,8 +230,11 @@ def show_found(text: str, path: str | None, found: object) -> None:
 
 
 def write_json(path: str, value: object) -> None:
-    """Write the value of `--json`, or print it if the path is `-`. Raises RefusedError and
-    OutputError.
+    """Write JSON to a file, or print it if `path` is `-`.
+
+    Raises:
+        RefusedError: The file cannot be written.
+        OutputError: stdout cannot be written.
     """
     from specextend.cluster.exits import RefusedError
 

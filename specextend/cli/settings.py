@@ -1,6 +1,4 @@
-"""The commands `configs`, `config` and `init`: configurations that there are, what one holds, and
-one to begin with.
-"""
+"""The commands `configs`, `config` and `init`: list, show and create configurations."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def configs() -> int:
 
 @click.group(no_args_is_help=False)
 def config() -> None:
-    """Show the values of a run, or their JSON Schema."""
+    """Show the values of a configuration, or the JSON Schema."""
 
 
 @config.command(name="show")
@@ -46,7 +44,7 @@ def config() -> None:
 @SET
 @in_one_line
 def show_config(config: tuple[str, ...], settings: tuple[str, ...]) -> int:
-    """Print every value that a run would use, as YAML, each with its source."""
+    """Print every value of a configuration as YAML, each with its source."""
     from specextend.config import OF_TASKS, RunConfig, merge
 
     loaded, (given, origins) = RunConfig.load(config, settings), merge(config, settings)
@@ -68,7 +66,7 @@ def show_config(config: tuple[str, ...], settings: tuple[str, ...]) -> int:
 @config.command()
 @in_one_line
 def schema() -> int:
-    """Print the JSON Schema of a configuration, by which editors complete and check it."""
+    """Print the JSON Schema of configurations, for validation and completion in editors."""
     from specextend.config import RunConfig
 
     show(json.dumps(described_schema(RunConfig), indent=2, ensure_ascii=False))
@@ -76,9 +74,7 @@ def schema() -> int:
 
 
 def described_schema(config: type[RunConfig]) -> Values:
-    """Return the JSON Schema of the configuration, with the meaning of each key: the docstring
-    below its field.
-    """
+    """Return the JSON Schema with the docstring of each key as its description."""
 
     class Described(config):  # type: ignore[misc, valid-type]
         model_config = config.model_config | {
@@ -115,11 +111,10 @@ def described_schema(config: type[RunConfig]) -> Values:
 )
 @in_one_line
 def init(path: str, config: tuple[str, ...], to: Path | None) -> int:
-    """Write a configuration for your own Parquet.
+    """Write a configuration for your Parquet files.
 
-    It looks at the first rows of INPUT (a Parquet file, a folder or a glob), asks nothing, and says
-    in the file why it takes which columns for the text and the id. --config: the pair to begin
-    with, and perhaps a task.
+    It chooses text and id columns by the first rows of INPUT (a Parquet file, a folder or a glob),
+    and explains the choice in the file. --config: a pair to start from, and optionally a task.
     """
     from specextend.config import merge
     from specextend.data.check import guess_columns
@@ -157,9 +152,7 @@ def init(path: str, config: tuple[str, ...], to: Path | None) -> int:
 
 
 def _begun(path: str, config: tuple[str, ...], to: Path, output: str, found: Guess) -> str:
-    """Return the text of a configuration: the user's own keys, above those of the pair that `base`
-    names.
-    """
+    """Return the YAML text: user settings, on top of the pair named by `base`."""
     from specextend.data.storage import is_uri
 
     place = path if is_uri(path) else os.path.relpath(path, to.parent)
@@ -191,5 +184,5 @@ def _begun(path: str, config: tuple[str, ...], to: Path, output: str, found: Gue
 
 
 def _quoted(text: str) -> str:
-    """Write a name or a path as YAML, whatever it would mean without quotes."""
+    """Quote a name or path for YAML."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The command `train`: distil a draft for a target from text in Parquet files."""
+"""The command `train`: distil a draft for a target from texts in Parquet files."""
 
 import json
 import sys
@@ -12,9 +12,9 @@ import click
 from specextend.cli.command import SET, config_option, in_one_line, show
 
 BAR = 12
-"""Characters of a whole bar."""
+"""Width of a full bar."""
 LINE_S = 30.0
-"""Seconds between two lines of progress where there is no terminal."""
+"""Seconds between two progress lines without a terminal."""
 
 
 @click.command()
@@ -57,11 +57,11 @@ def train(
 ) -> int:
     """Distil an EAGLE head with copy heads, a draft for the target of a configuration.
 
-    In rounds: the target answers pieces of the documents with the configuration's prompt and
-    sampling, the draft learns its choices, and held-out documents (one in ten) show how many tokens
-    a step the draft brings. After two rounds that brought nothing training ends. OUTPUT has the
-    best draft, with the curve in README.md. After an interruption (exit code 75) the same command
-    resumes; more --rounds may be asked for. OUTPUT/work can be deleted afterwards. Exit code 2: the
+    Each round has three steps. The target answers pieces of the documents with the configured
+    prompt and sampling, the draft learns the answers, and held-out documents (one in ten) measure
+    the draft. Training ends after two rounds without progress. OUTPUT receives the best draft, and
+    a README.md with the learning curve. After an interruption (exit code 75), the same command
+    resumes; more --rounds can be added. OUTPUT/work can be deleted afterwards. Exit code 2: the
     configuration, the text or the output folder cannot be used.
     """
     from specextend.config import RunConfig
@@ -84,9 +84,7 @@ def train(
 
 
 class _Shown:
-    """Shows stages with the time that each has left: as a bar on a terminal, elsewhere as a line
-    every half minute.
-    """
+    """Shows the progress and remaining time of a stage, as a bar or as occasional lines."""
 
     _stage = ""
 
