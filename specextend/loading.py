@@ -317,7 +317,7 @@ def memory_bytes(config: RunConfig, facts: ModelFacts) -> dict[str, int]:
     num_states = 2 * config.decoding.batch_size + MOST_KEPT
     cache = aligned(num_rows) * facts.kv_bytes_per_token(config.target.dtype)
     return {
-        "target_weights": target_bytes(config.target),
+        "target_weights": target_bytes(config.target, torch.device(config.job.device)),
         "draft_weights": size * draft.num_parameters,
         "target_cache": cache + num_states * facts.state_bytes,
         "draft_caches": sum(map(aligned, draft_rows(config, num_rows))) * size * draft.num_cached,

@@ -237,14 +237,16 @@ def num_parameters(model: str) -> int:
     return _without_weights(_config_of(model)).num_parameters()
 
 
-def target_bytes(options: TargetOptions) -> int:
-    """Compute the bytes of the target's weights by its config, tied ones once; fetches none. Raises
-    ModelError.
+def target_bytes(options: TargetOptions, device: torch.device) -> int:
+    """Compute the bytes of the target's weights on a device from its config, tied ones once.
+
+    Raises:
+        ModelError: The config cannot be read.
     """
     model = _without_weights(_config_of(options.model))
     dtype = DTYPES[options.dtype]
     in_dtype = dtype.itemsize * model.num_parameters()
-    return in_dtype - saved_bytes(model, options.quantize, dtype)
+    return in_dtype - saved_bytes(model, options.quantize, dtype, device)
 
 
 def check_target(options: TargetOptions) -> ModelFacts:

@@ -11,6 +11,7 @@ from specextend.attention.plan import AttentionPlan
 from specextend.attention.torch_kernels import attend_cuda
 from specextend.decoding.cache import KVCache
 from specextend.decoding.device import traits_of
+from specextend.decoding.layers import CompiledLinear
 from specextend.decoding.model import CachedModel
 from specextend.decoding.stock import AttentionLayer
 from specextend.loading import (
@@ -66,14 +67,28 @@ def test_planned_caches_are_those_of_the_engine(pair, draft, caches):
     assert (planned["draft_weights"] > 0) == (draft != "ngram")
 
 
-@pytest.mark.parametrize("family, scheme", [("llama", None), ("qwen2-tied", None), (None, "int8"), (None, "int4")])
-def test_planned_weights_are_those_that_are_loaded(pairs, tmp_path, family, scheme):
-    """Counted without a file of weights; tied ones once, and scales, too."""
+@pytest.mark.parametrize(
+    "family, scheme, dtype",
+    [
+        ("llama", None, "float32"),
+        ("qwen2-tied", None, "float32"),
+        (None, "int8", "float32"),
+        (None, "int4", "float32"),
+        (None, "int8", "bfloat16"),
+    ],
+)
+def test_planned_weights_are_those_that_are_loaded(pairs, tmp_path, family, scheme, dtype):
+    """Counted without a file of weights; tied ones once, scales and, of a compiled layer, sums of groups, too."""
     pair = pairs(family) if family else write_wide_target(tmp_path)
-    config = tiny_config(pair, "ngram", target__quantize=scheme)
+    config = tiny_config(pair, "ngram", target__quantize=scheme, target__dtype=dtype)
     planned = memory_bytes(config, check_pair(config.target, None))
     target, _ = load_cached_target(config, 64, Kernels())
-    held = sum(each.nbytes for weight in target.model.parameters() for each in parts_of(weight))
+    tensors = [*target.model.parameters()]
+    if dtype == "bfloat16":
+        packed = [each for each in target.model.model.layers.modules() if isinstance(each, CompiledLinear)]
+        assert packed
+        tensors += [part for each in packed for part in (each.packed, each.scales, each.bias)]
+    held = sum(each.nbytes for weight in tensors for each in parts_of(weight))
     assert planned["target_weights"] == held
 
 

@@ -74,9 +74,16 @@ def check_quantizable(model: Any, scheme: Scheme) -> None:
             )
 
 
-def saved_bytes(model: Any, scheme: Scheme | None, dtype: torch.dtype) -> int:
-    """Compute how many bytes less than in `dtype` a causal LM takes, whose weights may be on
-    `meta`.
+def saved_bytes(
+    model: Any, scheme: Scheme | None, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Compute how many bytes quantization saves.
+
+    Args:
+        model: Causal LM; its weights may be on `meta`.
+        scheme: Scheme of its layers; None saves nothing.
+        dtype: Type of the weights without quantization.
+        device: Device of the weights. A CPU keeps the sums of groups of bfloat16's products.
     """
     if scheme is None:
         return 0
@@ -85,6 +92,8 @@ def saved_bytes(model: Any, scheme: Scheme | None, dtype: torch.dtype) -> int:
     )
     of_weights = num_weights // 2 if scheme == "int4" else num_weights
     of_scales = 2 * dtype.itemsize * num_weights // GROUP if scheme == "int4" else 4 * num_outputs
+    if scheme == "int8" and dtype == torch.bfloat16 and traits_of(device).packs_linears:
+        of_scales += 4 * num_weights // GROUP + 4 * num_outputs  # sums of groups, and biases
     return num_weights * dtype.itemsize - of_weights - of_scales
 
 

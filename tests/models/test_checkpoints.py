@@ -200,7 +200,7 @@ def test_each_weight_is_what_its_format_says(write_packed, name, dtype):
         assert torch.equal(weight, expected[key].to(weight.dtype)), key
     assert weight.dtype == getattr(torch, dtype)
     assert not hasattr(model.config, "quantization_config")
-    assert target_bytes(TargetOptions(model=str(folder), dtype=dtype)) == sum(
+    assert target_bytes(TargetOptions(model=str(folder), dtype=dtype), torch.device("cpu")) == sum(
         each.numel() * each.itemsize for each in model.parameters()
     )
 
