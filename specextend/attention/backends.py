@@ -1,8 +1,8 @@
-"""The attention backends by name.
+"""The attention backends by name, and the trial of each kernel.
 
-A backend is a function of type `Attend`. `plain.py` is the specification, which every other one
-must equal. Kernels of torch and of flash-attn are in `torch_kernels.py`, ours for a CPU in
-`compiled/`, the one in Triton in `tree_kernel.py`.
+A backend is a function of type `Attend`; `plain.py` is their specification. Kernels of torch and
+flash-attn are in `torch_kernels.py`, our CPU kernels in `compiled/`, the Triton kernel in
+`tree_kernel.py`.
 
 Shapes: `L` layers, `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` query heads, `K` key
 heads, `D` head size.
@@ -34,7 +34,7 @@ from specextend.attention.torch_kernels import (
 from specextend.core import how_to_install
 
 _ENOUGH_S = 0.2
-"""Seconds of runs after which none is repeated."""
+"""Seconds after which no run is repeated."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,22 +46,26 @@ class Trial:
     name: str
     taken: bool
     why: str
-    """Why it was taken or left out."""
+    """Reason for the verdict."""
     is_wrong: bool = False
-    """True if it can run here and is not right."""
+    """Whether it runs here with wrong results."""
     is_final: bool = True
-    """False if another try may find something else, as where it could not be built."""
+    """Whether another try would find the same; False if it could not be built, for example."""
 
     def __str__(self) -> str:
         return f"{self.name}: {'taken' if self.taken else 'left out'}, {self.why}"
 
 
 def load_backend(name: str, device: torch.device) -> Attend:
-    """Return the backend called `name`, one of `decoding_options.Backend`, or `cudnn`, for prompts;
-    `auto` is the one that a CPU always runs, or for a GPU torch's own.
+    """Load the attention backend called `name`.
+
+    Args:
+        name: A value of `decoding_options.Backend`, or `cudnn` for prompts. `auto` is our kernel on
+            a CPU and torch's on a GPU.
+        device: Device to attend on.
 
     Raises:
-        ValueError: its package is not installed, or it does not run on the device.
+        ValueError: The package is not installed, or the backend does not run on the device.
     """
     is_cpu = device.type == "cpu"
     if name == "reference":
@@ -94,9 +98,7 @@ def load_backend(name: str, device: torch.device) -> Attend:
 
 @cache
 def compiled_is_right(dtype: torch.dtype) -> bool:
-    """Compile our kernel for a CPU and tensors of `dtype`, or read it from disk; return True if it
-    is right here.
-    """
+    """Compile or load our CPU kernel for a dtype; return True if its results are right here."""
     if (kernel := compiled()) is None or dtype not in kernel.ELEMENTS:
         return False
     if not kernel.can_make(kernel.items.kernel, kernel.ELEMENTS[dtype]):
@@ -120,7 +122,7 @@ def compiled_is_right(dtype: torch.dtype) -> bool:
 def attend_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend by our compiled kernel where it is right and takes such heads, else by torch's flash
+    """Attend by our compiled kernel if it is right and takes the heads, else by torch's flash
     kernel.
     """
     kernel = compiled() if compiled_is_right(q.dtype) else None
@@ -132,7 +134,7 @@ def attend_on_cpu(
 
 @cache
 def compiled() -> Any:
-    """Return the module of the compiled calls, or None where numba is not installed."""
+    """Return the module of compiled calls, or None if numba is not installed."""
     try:
         return import_module("specextend.attention.compiled.calls")
     except ImportError:
@@ -140,12 +142,10 @@ def compiled() -> Any:
 
 
 def load_triton(device: torch.device) -> Attend:
-    """Import the Triton kernel. Calls that it does not take, such as chunks of a prompt, go to
-    flash-attn or `sdpa`.
+    """Import the Triton kernel; flash-attn or `sdpa` attends to calls that it does not take.
 
     Raises:
-        ValueError: triton is not installed, or the device is a CPU, where it is only
-        interpreted for tests.
+        ValueError: triton is not installed, or the device is a CPU outside of its interpreter.
     """
     try:
         from specextend.attention.tree_kernel import attend_triton, is_interpreted, serves
@@ -168,11 +168,10 @@ def load_triton(device: torch.device) -> Attend:
 
 
 def load_layer_kernels(name: str, device: torch.device) -> LayerKernels:
-    """Return the kernels of a layer that go with the backend called `name`: Triton's with `triton`,
-    else torch's own.
+    """Load the layer kernels of the backend called `name`: Triton's for `triton`, else torch's.
 
     Raises:
-        ValueError: as `load_triton`.
+        ValueError: As in `load_triton`.
     """
     if name != "triton":
         return TORCH
@@ -185,11 +184,12 @@ def load_layer_kernels(name: str, device: torch.device) -> LayerKernels:
 def shortest_runs(
     candidates: Mapping[str, Callable[[], object]], num_runs: int
 ) -> dict[str, float]:
-    """Return the seconds of the shortest of some runs of each candidate, after a first one that
-    builds what they use.
+    """Time candidates in turns, so that a busy machine slows all of them alike.
 
-    They take turns, so that a machine that is busy for a while slows all of them. Long runs say
-    enough before there are so many.
+    Long runs are repeated less often. A first run, which builds caches, is not timed.
+
+    Returns:
+        Seconds of the shortest run of each candidate.
     """
     for run in candidates.values():
         run()

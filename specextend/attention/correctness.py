@@ -1,11 +1,10 @@
-"""The rule by which a kernel is right, on any device: its results are those of plain torch in fp32,
-but for a few roundings.
+"""The definition of a correct kernel, for any device: plain torch in fp32, up to a few roundings.
 
-Results are compared in pieces of 64 elements, each by its own length: after 16,000 keys a result is
-small, and a lost key or element counts for no more than that. A log-sum-exp (LSE), which every
-kernel sums in fp32, may hardly differ.
+Results are compared in pieces of 64 elements relative to their lengths: results after 16,000 keys
+are small, but so is an error that hides there. A log-sum-exp (LSE), always summed in fp32, may
+hardly differ.
 
-Shapes: `B` sequences, `T` queries, `P` queries that are compared, `H` query heads, `D` head size.
+Shapes: `B` sequences, `T` queries, `P` compared queries, `H` query heads, `D` head size.
 """
 
 import torch
@@ -16,27 +15,27 @@ from specextend.attention.plan import Attend, KeySpan
 
 _PIECE = 64
 _SUMS = 5e-5
-"""What another order of many sums in fp32 changes."""
+"""Difference caused by another order of summation in fp32."""
 _LONG = 1024
 _LSE = 2e-4
 _LONG_LSE = 5e-5
-"""Largest error of an LSE, and of that of `_LONG` keys, whose errors cancel: torch's kernels show
+"""Largest error of an LSE, and of an LSE of `_LONG` keys, where errors cancel; torch's kernels show
 3e-5 and 9e-6 in any dtype.
 """
 _TINIEST = 1e-30
 _MOST_COMPARED = 128
-"""P, at most: the scores of a whole chunk of a prompt would take gigabytes."""
+"""Largest P; the scores of a whole prompt chunk would take gigabytes."""
 
 
 def what_differs(name: str, found: Tensor, exact: Tensor, roundings: int = 2) -> str:
-    """Compare a result [..., N] with the exact one in fp32.
+    """Compare a result [..., N] with the exact result in fp32.
 
     Args:
         name: Name of the result, for the message.
         roundings: Roundings of its dtype by which each piece may differ.
 
     Returns:
-        What is wrong, or an empty text.
+        An error message, or an empty text.
     """
     size = _PIECE if exact.shape[-1] % _PIECE == 0 else exact.shape[-1]
     expected = exact.unflatten(-1, (-1, size))
@@ -53,11 +52,10 @@ def _unless(is_right: bool, name: str, error: float, allowed: float) -> str:
 def what_is_wrong(
     attend: Attend, q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
 ) -> str:
-    """Attend twice with a kernel, since one run may disturb the next, and compare it with plain
-    torch.
+    """Attend twice, since a run may disturb the next, and compare with plain torch.
 
     Returns:
-        What is wrong, or an empty text.
+        An error message, or an empty text.
     """
     num_queries = q.shape[1]
     compared = torch.linspace(0, num_queries - 1, min(num_queries, _MOST_COMPARED)).long().unique()

@@ -1,13 +1,12 @@
-"""What stands between a layer's matrix products as Triton kernels, for GPUs: each reads and
-writes its rows once.
+"""The functions between a layer's matrix products as Triton kernels: each reads and writes its rows
+once.
 
-Grids and arguments depend on shapes alone, and the cache rows are read from the device, so a
-captured CUDA graph stays right while sequences grow. `torch_kernels.TORCH` says what they compute.
+Grids and arguments depend only on shapes, and cache rows are read on the device. So a captured CUDA
+graph stays valid while sequences grow. `torch_kernels.TORCH` is the specification. Import this
+module only where triton is installed.
 
-Import this module only where triton is installed.
-
-Shapes: `R` rows (the new tokens of all sequences), `C` hidden size, `I` intermediate size, `H`
-query heads, `K` key heads, `S` cache rows, `D` head size.
+Shapes: `R` rows (new tokens of all sequences), `C` hidden size, `I` intermediate size, `H` query
+heads, `K` key heads, `S` cache rows, `D` head size.
 """
 
 from typing import Any
@@ -22,19 +21,17 @@ from specextend.attention.plain import HeadNorms, LayerKernels
 HEADS = 8
 """Heads of a token that a program rotates."""
 TINIEST = tl.constexpr(1e-12)
-"""What stands for the largest element of a row of zeros."""
+"""Smallest scale of a row, for rows of zeros."""
 LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
-"""What the largest element of a row is rounded to."""
+"""Value to which the largest element of a row is scaled."""
 LEAST_ROWS = 32
-"""Rows of a product of int8; cuBLAS takes no fewer than 17."""
+"""Rows of an int8 product; cuBLAS takes no fewer than 17."""
 GATED = 1024
 """Elements of a row that a program gates or scales."""
 
 
 def norm_warps(hidden_size: int) -> int:
-    """Return the warps that normalise a row of `hidden_size` elements: up to 16 elements a thread,
-    then more.
-    """
+    """Choose the warps that normalise a row: up to 16 elements a thread, then more."""
     return max(1, min(16, triton.next_power_of_2(hidden_size) // 512))
 
 
@@ -42,8 +39,8 @@ def norm_warps(hidden_size: int) -> int:
 def add_norm_rows(
     x, delta, weight, total, normed, size, eps, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr
 ):
-    """Add and normalise one row of `size` elements. The grid is [R]; BLOCK is a power of two, no
-    less than the size.
+    """Add and normalise a row of `size` elements. The grid is [R]; BLOCK is a power of two >=
+    size.
     """
     start = tl.program_id(0).to(tl.int64) * size
     column = tl.arange(0, BLOCK)
@@ -61,20 +58,20 @@ def add_norm_rows(
 
 @triton.jit
 def _load_halves(place, mask, half):
-    """Load the first halves of some heads from `place` on, and the second ones behind them."""
+    """Load both halves of some heads."""
     return tl.load(place, mask=mask, other=0.0), tl.load(place + half, mask=mask, other=0.0)
 
 
 @triton.jit
 def _store_halves(place, low, high, mask, half):
-    """Store what `_load_halves` loads."""
+    """Store both halves of some heads."""
     tl.store(place, low, mask=mask)
     tl.store(place + half, high, mask=mask)
 
 
 @triton.jit
 def _normed(low, high, query_weight, key_weight, is_query, dims, in_half, DIM: tl.constexpr, eps):
-    """Normalise both halves of some heads [HEADS, HALF], queries and keys each by their weight."""
+    """Normalise both halves of heads [HEADS, HALF], by the weight of queries or of keys."""
     scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / DIM + eps)[:, None]
     query_low, query_high = _load_halves(query_weight + dims, in_half, DIM // 2)
     key_low, key_high = _load_halves(key_weight + dims, in_half, DIM // 2)
@@ -91,10 +88,10 @@ def rotate_rows(
     GROUP: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate GROUP heads of one token, or move them to the cache. The grid is [R, groups of the H +
-    2K heads].
+    """Rotate GROUP heads of a token, or copy them to the cache. The grid is [R, groups of H + 2K
+    heads].
 
-    HALF is a power of two, no less than half of DIM.
+    HALF is a power of two >= DIM / 2.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -139,7 +136,7 @@ def rotate_rows(
 
 @triton.jit
 def gate_rows(gate_up, out, size, BLOCK: tl.constexpr):
-    """Gate BLOCK elements of one row of `size`. The grid is [R, blocks of a row]."""
+    """Gate BLOCK elements of a row of `size`. The grid is [R, blocks of a row]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < size
@@ -151,9 +148,7 @@ def gate_rows(gate_up, out, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def quantize_rows(x, rounded, scales, size, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """Round one row of `size` elements to fp8, its largest to 448, or to int8, to 127. The grid is
-    [R].
-    """
+    """Round a row of `size` elements to fp8 or int8, scaled by its largest. The grid is [R]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < size
@@ -172,7 +167,7 @@ def quantize_rows(x, rounded, scales, size, LARGEST: tl.constexpr, BLOCK: tl.con
 def scale_rows(
     sums, row_scales, scales, bias, out, size, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
-    """Multiply sums of integers by the scales of their row and output. The grid is [R, blocks]."""
+    """Multiply integer sums by the scales of their row and output. The grid is [R, blocks]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < size
@@ -184,7 +179,7 @@ def scale_rows(
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Do what `torch_kernels.add_norm` does."""
+    """Add and normalise, as `torch_kernels.add_norm`."""
     assert x.is_contiguous()
     assert delta is None or delta.is_contiguous()
     total = x if delta is None else torch.empty_like(x)
@@ -206,7 +201,7 @@ def rotate_heads(
     values: Tensor,
     rows: Tensor,
 ) -> Tensor:
-    """Do what `torch_kernels.rotate_heads` does; the host does not read `rows`."""
+    """Rotate heads as `torch_kernels.rotate_heads`, without reading `rows` on the host."""
     assert all(x.is_contiguous() for x in (qkv, cos, sin, rows))
     assert keys.stride(2) == values.stride(2) == 1
     num_tokens, num_all, head_dim = qkv.shape
@@ -226,7 +221,7 @@ def rotate_heads(
 
 
 def gate(gate_up: Tensor) -> Tensor:
-    """Do what `torch_kernels.gate` does."""
+    """Gate as `torch_kernels.gate`."""
     assert gate_up.is_contiguous()
     size = gate_up.shape[1] // 2
     out = gate_up.new_empty(len(gate_up), size)
@@ -235,8 +230,10 @@ def gate(gate_up: Tensor) -> Tensor:
 
 
 def multiply(linear: nn.Module, x: Tensor) -> Tensor:
-    """Do what `torch_kernels.multiply` does. Around a product in 8 bits torch alone reads and
-    writes its rows several times, which would take half as long as the product.
+    """Multiply as `torch_kernels.multiply`.
+
+    In 8 bits, torch's operators would read and write rows several times, half as long as the
+    product.
     """
     weight: Any = linear.weight
     values = getattr(weight, "qdata", weight)

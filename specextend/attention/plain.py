@@ -1,11 +1,7 @@
-"""The specification of a backend, in plain torch: slow, obviously right, on any device; and what a
-layer's kernels are.
+"""The specification of an attention backend in plain torch, and the interface of a layer's kernels.
 
-`attend_reference` computes everything in fp32 and rounds once, to the dtype of the inputs.
-
-Shapes: `B` sequences, `T` queries, `S` keys, `M` masked rows, `R` cache rows, or rows of a layer
-(the new tokens of all sequences), `C` hidden size, `I` intermediate size, `H` query heads, `K` key
-heads, `D` head size.
+Shapes: `B` sequences, `T` queries, `S` keys, `M` masked rows, `R` rows of a cache or new rows of a
+layer, `C` hidden size, `I` intermediate size, `H` query heads, `K` key heads, `D` head size.
 """
 
 from collections.abc import Callable
@@ -17,9 +13,9 @@ from torch import Tensor, nn
 from specextend.attention.plan import KeySpan, additive
 
 MAX_QUERIES = 128
-"""Queries of a sequence in a call of a step's kernel, at most."""
+"""Most queries of a sequence in one call of a step's kernel."""
 MAX_MASKED = 512
-"""Rows that a mask of a step's kernel covers, at most: a draft sees all earlier levels of its
+"""Most rows that the mask of a step's kernel covers; a draft sees all earlier levels of its
 tree.
 """
 
@@ -27,9 +23,10 @@ tree.
 def attend_reference(
     q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend in plain torch, computed in fp32.
+    """Attend in plain torch: computed in fp32, rounded once to the dtype of the inputs.
 
-    softcap: Limit of a score, which a hyperbolic tangent approaches; None: scores have no limit.
+    Args:
+        softcap: Limit that scores approach by a hyperbolic tangent; None for no limit.
     """
     results = [_attend_slowly(q[b], k, v, span, b, scale, softcap) for b in range(q.shape[0])]
     return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
@@ -57,19 +54,19 @@ def _attend_slowly(
 
 
 def pack_mask(mask: Tensor) -> Tensor:
-    """Pack a mask [B, T, M] bool into bits [B, T, M / 64] int64, rounded up.
+    """Pack a bool mask [B, T, M] into bits [B, T, M / 64] int64, rounded up.
 
-    Bit i % 64 of word i // 64 says whether row i is visible; bits from M on are 0.
+    Bit i % 64 of word i // 64 is 1 if row i is visible. Bits from M on are 0.
     """
     padded = torch.nn.functional.pad(mask, (0, -mask.shape[2] % 64)).unflatten(2, (-1, 64))
     return (padded.long() << torch.arange(64, device=mask.device)).sum(-1)
 
 
 def masked_rows(span: KeySpan, q: Tensor) -> tuple[Tensor, int]:
-    """Return who of the queries q [B, T, H, D] sees the span's last M rows, as bits [B, T, M / 64],
-    and M.
+    """Return the bits [B, T, M / 64] that show which of the span's last M rows each query sees, and
+    M.
 
-    Made once per forward. A span without mask has no such rows.
+    The bits are made once per forward. M is 0 for a span without a mask.
     """
     batch, num_queries = q.shape[:2]
     if "visible" not in span.made:
@@ -85,7 +82,7 @@ def masked_rows(span: KeySpan, q: Tensor) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Norms of queries and keys before RoPE, as Qwen3 has them."""
+    """Norms of queries and keys before RoPE, as in Qwen3."""
 
     query: Tensor
     """[D]"""
@@ -96,14 +93,13 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
-    """The functions of a layer between its matrix products, each one kernel on a GPU, and the
-    products.
+    """The products of a layer and the functions between them, each a single kernel on a GPU.
 
-    `torch_kernels.TORCH` says what they compute.
+    `torch_kernels.TORCH` is their specification.
     """
 
     add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
-    """(x [R, C], delta [R, C] or None, weight [C], eps) -> x + delta, and its RMSNorm, both [R,
+    """(x [R, C], delta [R, C] or None, weight [C], eps) -> x + delta and its RMSNorm, both [R,
     C].
     """
     rotate_heads: Callable[
@@ -112,12 +108,10 @@ class LayerKernels:
     """(qkv [R, H + 2K, D], cos [R, D], sin, norms, keys [K, S, D], values, rows [R]) -> queries [R,
     H, D] after RoPE.
 
-    Keys after RoPE and values are written to the `rows` of `keys` and `values`. The first half of
-    the sines is negative; `norms`, if there are any, come before RoPE. D is even.
+    Writes keys after RoPE, and values, to `rows` of the cache. Norms, if any, come before RoPE. The
+    first half of the sines is negative. D is even.
     """
     gate: Callable[[Tensor], Tensor]
-    """gate_up [R, 2I], whose first half is the gate -> SwiGLU [R, I]."""
+    """gate_up [R, 2I], gate first -> SwiGLU [R, I]."""
     multiply: Callable[[nn.Module, Tensor], Tensor]
-    """(linear layer, x [R, in]) -> [R, out]. A layer in fp8 rounds x to it under a scale for each
-    row.
-    """
+    """(linear layer, x [R, in]) -> [R, out]. Layers in fp8 round x with a scale per row."""

@@ -1,7 +1,7 @@
-"""The plan of one forward pass: the cache rows that each query attends to, in one kernel call or
-two.
+"""The plan of a forward pass: the cache rows that each query attends to, in one or more kernel
+calls.
 
-Hybrid attention (arXiv 2505.20776, section 3) calls a kernel for each span of keys, and merges the
+Hybrid attention (arXiv 2505.20776, section 3) calls a kernel for each span of keys and merges the
 results.
 
 Shapes: `B` sequences, `T` new rows of each, `M` masked rows, `S` keys, `H` query heads, `K` key
@@ -20,15 +20,13 @@ TreeAttention = Literal["dense", "hybrid"]
 
 
 class HostReadError(RuntimeError):
-    """A captured step needs a kernel that reads places on the host; a replay would read those of
-    the capture.
+    """A kernel of a captured step reads places on the host, where replays would read stale
+    values.
     """
 
 
 class _Unreadable(list[int]):
-    """The places of a captured step, which only the device may read: whatever kernel asks for them
-    says so.
-    """
+    """The places of a captured step; reading them on the host raises."""
 
     def __iter__(self, *_: object) -> NoReturn:
         raise HostReadError("a kernel reads places of rows on the host")
@@ -40,33 +38,30 @@ class _Unreadable(list[int]):
 class KeySpan:
     """The cache rows that each sequence's queries attend to in one kernel call.
 
-    All `lengths[b]` rows from `starts[b]` on are visible, except where `mask` says otherwise for
-    the last ones.
+    Sequence b sees `lengths[b]` rows from `starts[b]` on, except as `mask` says for the last ones.
     """
 
     starts: list[int]
-    """[B] first row."""
+    """First row of each sequence [B]."""
     lengths: list[int]
-    """[B] number of rows; 0 is allowed and gives LSE -inf."""
+    """Number of rows [B]; 0 gives LSE -inf."""
     mask: Tensor | None = None
-    """[B, T, M] bool over the last M rows, True = visible. M may exceed a length only in columns
-    that are False. A node of a tree stands behind those of its path.
+    """Visibility [B, T, M] of the last M rows, True = visible. If M exceeds a length, the surplus
+    columns are False. A tree node follows the nodes of its path.
     """
     causal: bool = False
-    """The last T rows are the queries' own: query t sees the rows up to its own, all earlier ones
-    included. Excludes `mask`.
+    """Whether the last T rows belong to the queries: query t sees all rows up to its row. Excludes
+    `mask`.
     """
     on_device: tuple[Tensor, Tensor] | None = None
-    """The first row [B, 1] of each sequence and the new rows [B, T], which are the last ones, int64
-    on the device; None: only the host knows them.
+    """First row [B, 1] and new (last) rows [B, T] of each sequence, int64 on the device; None if
+    only the host knows them.
     """
     made: dict[Hashable, Tensor] = field(default_factory=dict)
-    """What a kernel makes of the span once per forward, for all layers."""
+    """Tensors that a kernel derives from the span once per forward, for all layers."""
 
     def places(self, device: torch.device) -> Tensor:
-        """Return `starts` and `lengths` [2, B] int64 on the device, where a kernel reads them
-        without the host.
-        """
+        """Return `starts` and `lengths` as [2, B] int64 on the device."""
         if "places" not in self.made:
             if self.on_device is None:
                 self.made["places"] = torch.tensor([self.starts, self.lengths]).to(device)
@@ -78,10 +73,15 @@ class KeySpan:
         return self.made["places"]
 
     def bias(self, b: int, like: Tensor, *, tail: bool = False) -> Tensor | None:
-        """Return sequence b's mask as a bias [T, S] of the type of `like` and on its device, over
-        all rows, or over their `tail`, the rows of the mask.
+        """Return the mask of sequence b as an additive bias [T, S], made once per forward.
 
-        None if there is no mask. Made once per forward and shared by all layers.
+        Args:
+            b: Index of the sequence.
+            like: Tensor with the dtype and device of the bias.
+            tail: Whether the bias covers only the masked rows instead of all.
+
+        Returns:
+            The bias, or None without a mask.
         """
         if self.mask is None:
             return None
@@ -93,7 +93,7 @@ class KeySpan:
 
 
 def additive(mask: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Turn a bool mask [T, M] over the last M keys into a bias [T, length] of 0 and -inf."""
+    """Turn a bool mask [T, M] of the last M keys into a bias [T, length] of 0 and -inf."""
     mask = mask[:, max(0, mask.shape[1] - length) :]
     bias = torch.zeros(mask.shape[0], length, dtype=dtype, device=mask.device)
     bias[:, length - mask.shape[1] :].masked_fill_(~mask, float("-inf"))
@@ -104,54 +104,52 @@ Attend = Callable[[Tensor, Tensor, Tensor, KeySpan, float], tuple[Tensor, Tensor
 """(q [B, T, H, D], k [K, R, D], v [K, R, D], span, scale) -> out [B, T, H, D] in q's dtype, lse [B,
 T, H] fp32.
 
-Each sequence attends to the span's rows of k and v. lse is the natural logarithm of the sum of
-exponentials, -inf where a span is empty; out is finite there.
+lse is the natural logarithm of the sum of exponentials. Where a span is empty, it is -inf and out
+is finite.
 """
 
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """One forward: `T` new rows behind each sequence's cached rows.
+    """A forward pass of `T` new rows after the cached rows of each sequence.
 
-    The new rows are the last T of `lengths`; the forward writes them before it attends.
+    The new rows are the last T of `lengths`. They are written before attention.
     """
 
     starts: list[int]
-    """[B] first cache row of each sequence."""
+    """First cache row of each sequence [B]."""
     lengths: list[int]
-    """[B] rows after this forward, the T new ones included."""
+    """Rows after this forward [B], including the T new rows."""
     num_new: int
     """T"""
     mask: Tensor | None = None
-    """[B, T, M] bool over the last M rows (M >= T), True = visible; all earlier rows are visible.
-    None: causal.
+    """Visibility [B, T, M] of the last M >= T rows, True = visible; earlier rows are visible. None:
+    causal.
     """
     tree: TreeAttention = "hybrid"
-    """The kind of attention of a masked forward."""
+    """Kind of attention with a mask."""
     keep_layers: frozenset[int] = frozenset()
-    """Layers whose queries are kept for retrieval."""
+    """Layers that keep their queries, for retrieval."""
     queries: dict[int, Tensor] = field(default_factory=dict)
-    """Filled by the forward: layer -> [B, T, H, D]."""
+    """Queries [B, T, H, D] by layer, filled by the forward."""
     spans: tuple[KeySpan, ...] = ()
-    """One or two disjoint sets of keys, whose results are merged."""
+    """Disjoint sets of keys; their results are merged."""
     on_device: tuple[Tensor, Tensor] | None = None
-    """The first row [B, 1] of each sequence and the new rows [B, T], int64 on the device; None:
-    made from the lists.
+    """First row [B, 1] and new rows [B, T] of each sequence, int64 on the device; None: made from
+    the lists.
     """
     ends_only: bool = False
-    """True if nobody reads the last layer's output but at each sequence's last row: it computes no
-    other, only all keys and values.
+    """Whether the last layer computes only each sequence's last row, and keys and values of all
+    rows.
     """
     decided: bool = False
-    """True if the new rows are the sequence's own tokens, and no proposal: a recurrent layer keeps
-    its state after them.
+    """Whether the new rows are final tokens instead of proposals: recurrent layers keep their state
+    after them.
     """
     captured: bool = False
-    """True while a step is captured: its replays have other `starts` and `lengths`, so that reading
-    them raises.
-    """
+    """Whether a step is being captured; reading `starts` or `lengths` then raises."""
     windows: dict[int, tuple[KeySpan, ...]] = field(default_factory=dict)
-    """Spans of layers with a sliding window, by its width; made once per forward."""
+    """Spans by width of a sliding window, made once per forward."""
 
     def __post_init__(self) -> None:
         assert all(length >= self.num_new for length in self.lengths)
@@ -167,9 +165,9 @@ class AttentionPlan:
         return (ends[:, None] + torch.arange(-self.num_new, 0)).to(device)
 
     def spans_within(self, window: int) -> tuple[KeySpan, ...]:
-        """Return spans of the last `window` rows that each query sees, its own row included.
+        """Return spans of the last `window` rows that each query sees, including its row.
 
-        Visible rows have consecutive positions, so a number of rows is a distance in the text.
+        Visible rows have consecutive positions, so counting rows measures distance in the text.
         """
         if max(self.lengths) <= window:
             return self.spans
@@ -186,9 +184,9 @@ class AttentionPlan:
         return self.windows[window]
 
     def _around_common(self, mask: Tensor, window: int) -> tuple[KeySpan, ...]:
-        """Split a wide window into the masked rows, the rows that all queries see, and its edge.
+        """Split a wide window into masked rows, rows that all queries see, and an edge.
 
-        A query with n visible masked rows sees the edge but for its first n - 1 rows.
+        A query with n visible masked rows sees the edge except for its first n - 1 rows.
         """
         width = mask.shape[2]
         tail = [min(width, length) for length in self.lengths]
@@ -204,12 +202,12 @@ class AttentionPlan:
 
     @staticmethod
     def _edge(mask: Tensor) -> Tensor:
-        """Return which rows of a window's edge [B, T, M] the queries see."""
+        """Return the rows of a window's edge that queries see, as [B, T, M]."""
         numbers = torch.arange(1, mask.shape[2] + 1, device=mask.device)
         return numbers >= mask.sum(-1, keepdim=True)
 
     def _in_one_mask(self, mask: Tensor, window: int) -> tuple[KeySpan, ...]:
-        """Mask all rows of a window that is no wider than the masked rows."""
+        """Mask all rows of a window no wider than the masked rows."""
         width = mask.shape[2] + window - 1
         lengths = [min(length, width) for length in self.lengths]
         ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
@@ -219,7 +217,7 @@ class AttentionPlan:
         return (KeySpan(starts, lengths, seen & (num_later <= window)),)
 
     def _split(self) -> tuple[KeySpan, ...]:
-        """Split a tree's keys into the unmasked prefix and the masked rest; any other plan has one
+        """Split keys into the unmasked prefix and the masked rows; other plans have a single
         span.
         """
         if self.mask is None or self.tree == "dense":
@@ -243,20 +241,20 @@ def attend_plan(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend with q [B, T, H, D] to the rows of k, v [K, R, D] that the plan names.
+    """Attend with q [B, T, H, D] to the rows of k, v [K, R, D] in a plan.
 
     Args:
-        attend: The kernel.
+        attend: Backend.
         q: Queries.
         k: Keys of all rows.
         v: Values of all rows.
-        plan: The forward's rows.
-        scale: Factor on the scores.
-        window: Rows that a query sees at most, its own included; None: all.
-        sinks: Scores [H] of a key without a value, which every query sees; None: there is none.
+        plan: Plan of the forward.
+        scale: Factor of scores.
+        window: Most rows that a query sees, including its row; None for all.
+        sinks: Scores [H] of a key without a value that every query sees; None for no such key.
 
     Returns:
-        The mean of the values [B, T, H, D].
+        Weighted mean of values [B, T, H, D].
     """
     spans = plan.spans if window is None else plan.spans_within(window)
     out, lse = attend(q, k, v, spans[0], scale)
@@ -271,9 +269,9 @@ def attend_plan(
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
-    """Merge the results of attention over two disjoint key sets. out [..., D], lse [...] fp32.
+    """Merge attention over two disjoint sets of keys: out [..., D], lse [...] fp32.
 
-    An empty set has lse -inf and any finite out; at most one of the two is empty.
+    At most one set may be empty, with lse -inf and any finite out.
     """
     weight_a = torch.sigmoid(lse_a - lse_b).unsqueeze(-1)
     return torch.lerp(out_b.float(), out_a.float(), weight_a).to(out_a.dtype)

@@ -1,12 +1,9 @@
-"""Kernels of torch and of flash-attn: attention on a CPU and a GPU, and what stands between a
-layer's products.
+"""Kernels of torch and flash-attn: attention on CPUs and GPUs, and the functions of a layer.
 
-A CPU attends by torch's flash kernel where ours cannot be compiled (`backends.py`).
-
-The flash-attn package, version 2 or 3, attends to prefixes and causal chunks, one sequence after
-the other, on a GPU. It is imported only where it is chosen. It takes no tree mask and no float32;
-another kernel, which the caller names, attends to those calls. Keys are never copied: a sequence is
-a slice of the cache.
+On a CPU, torch's flash kernel attends where ours cannot be compiled (`backends.py`). flash-attn
+(version 2 or 3) is imported only if chosen. It attends to prefixes and causal chunks on a GPU, a
+sequence at a time, and takes neither tree masks nor fp32. Keys are never copied: a sequence is a
+slice of the cache.
 
 Shapes: `B` sequences, `T` queries, `S` keys, `R` rows of a cache or of a layer, `C` hidden size,
 `I` intermediate size, `H` query heads, `K` key heads, `G` = H / K heads of a group, `D` head size.
@@ -23,19 +20,22 @@ from specextend.attention.plain import HeadNorms, LayerKernels
 from specextend.attention.plan import Attend, KeySpan, merge_states
 
 _Kernel = Callable[[Tensor, Tensor, Tensor, KeySpan, int, float], tuple[Tensor, Tensor]]
-"""(q [1, T, H, D], k [1, K, S, D], v, span, b, scale), for sequence b of the span alone."""
+"""(q [1, T, H, D], k [1, K, S, D], v, span, b, scale), for sequence b of the span."""
 
 _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
 _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 PLANNED = 512
-"""cuDNN plans anew for each number of queries and of keys: it is asked for multiples of this."""
+"""Multiple of the queries and keys in a call of cuDNN, which plans anew for each size."""
 
 
 def _each(kernel: _Kernel, *, takes_prefix: bool = False) -> Attend:
-    """Make a kernel for one sequence into a backend, which calls it for each sequence that has
-    keys; once more for the prefix of causal rows, unless it takes that with them.
+    """Turn a kernel for one sequence into a backend.
+
+    Args:
+        takes_prefix: Whether a causal call may have a prefix; if not, the prefix gets a call of its
+            own.
     """
 
     def attend(
@@ -77,9 +77,7 @@ def _by_head(
 def _on_cuda(
     q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend to masked rows and to those before them apart, because the flash kernel takes no
-    mask.
-    """
+    """Attend to masked rows separately, because the flash kernel takes no mask."""
     bias = span.bias(b, q, tail=True)
     if bias is None:
         return _attend_unmasked(q, key, value, scale, causal=span.causal)
@@ -96,9 +94,7 @@ def _on_cuda(
 def _attend_unmasked(
     q: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attend with q [1, T, H, D] to key, value [1, K, S, D] by flash, which takes fewer key heads
-    than query heads.
-    """
+    """Attend with q [1, T, H, D] to key, value [1, K, S, D] by flash, which takes grouped heads."""
     # flash takes neither fp32 nor wide heads
     if q.dtype == torch.float32 or q.shape[-1] > 256 or q.shape[-1] % 8:
         return _attend_efficiently(q, key, value, None, scale, causal=causal)
@@ -109,8 +105,8 @@ def _attend_unmasked(
 def _attend_efficiently(
     q: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attend by the memory-efficient kernel, which takes a bias [T, S] but needs a copy of the keys
-    for each head.
+    """Attend by the memory-efficient kernel: it takes a bias [T, S], but keys are copied for each
+    head.
     """
     num_queries, num_heads = q.shape[1:3]
     key, value = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (key, value))
@@ -126,7 +122,7 @@ def _attend_efficiently(
 def _by_cudnn(
     q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend by cuDNN where sizes come again, as those of whole chunks do, else as `_on_cuda`."""
+    """Attend by cuDNN for sizes that recur, such as whole chunks, else as `_on_cuda`."""
     _, num_queries, _, head_dim = q.shape
     is_served = q.dtype != torch.float32 and head_dim in (64, 128)
     if not is_served or num_queries % PLANNED or key.shape[2] % PLANNED:
@@ -137,13 +133,13 @@ def _by_cudnn(
 
 attend_by_head = _each(_by_head)
 attend_cuda = _each(_on_cuda)
-"""By torch's own flash kernels on a GPU, without a copy of the prefix."""
+"""Attend by torch's flash kernels on a GPU, without copying the prefix."""
 attend_cudnn = _each(_by_cudnn)
-"""For chunks of prompts, which have no mask."""
+"""Attend by cuDNN, for prompt chunks, which have no mask."""
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add delta, if there is one, and normalise; see `LayerKernels`."""
+    """Add delta, if any, and normalise; see `LayerKernels`."""
     total = x if delta is None else x + delta
     return total, rms_norm(total, weight.shape, weight, eps)
 
@@ -157,9 +153,7 @@ def rotate_heads(
     values: Tensor,
     rows: Tensor,
 ) -> Tensor:
-    """Apply RoPE to queries and keys at once, and write keys and values to the cache; see
-    `LayerKernels`.
-    """
+    """Apply RoPE, and write keys and values to the cache; see `LayerKernels`."""
     turned, value = qkv.tensor_split([-len(keys)], 1)
     if norms is not None:
         query, key = turned.tensor_split([-len(keys)], 1)
@@ -176,13 +170,13 @@ def rotate_heads(
 
 
 def gate(gate_up: Tensor) -> Tensor:
-    """Return SwiGLU; see `LayerKernels`."""
+    """Compute SwiGLU; see `LayerKernels`."""
     gated, up = gate_up.chunk(2, -1)
     return silu(gated).mul_(up)
 
 
 def multiply(linear: nn.Module, x: Tensor) -> Tensor:
-    """Return what a linear layer makes of x; see `LayerKernels`."""
+    """Apply a linear layer; see `LayerKernels`."""
     product: Tensor = linear(x)
     return product
 
@@ -191,14 +185,14 @@ TORCH = LayerKernels(add_norm, rotate_heads, gate, multiply)
 
 
 FlashKernel = Callable[..., Any]
-"""`flash_attn_with_kvcache` of either version: q [B, T, H, D], keys and values [B, S, K, D];
-with `return_softmax_lse` the first two of its results are out [B, T, H, D] and lse [B, H, T]."""
+"""`flash_attn_with_kvcache` of either version: q [B, T, H, D], keys and values [B, S, K, D].
+
+With `return_softmax_lse` its first results are out [B, T, H, D] and lse [B, H, T].
+"""
 
 
 def find_flash_attn() -> FlashKernel | None:
-    """Import the kernel of flash-attn, version 3 if both are installed; return None if none can be
-    imported.
-    """
+    """Import flash-attn's kernel, preferring version 3; return None if there is none."""
     try:
         from flash_attn_interface import flash_attn_with_kvcache
     except ImportError:
@@ -211,9 +205,7 @@ def find_flash_attn() -> FlashKernel | None:
 
 
 def attend_with(kernel: FlashKernel, otherwise: Attend) -> Attend:
-    """Return a backend that attends with flash-attn's kernel, and with `otherwise` to calls that it
-    does not take.
-    """
+    """Make a backend of flash-attn's kernel; `otherwise` attends to calls that it does not take."""
 
     def one(
         q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float

@@ -1,16 +1,13 @@
-"""Hybrid tree attention as one Triton kernel, for GPUs: prefix and tree of all sequences in one
-call.
+"""Hybrid tree attention as one Triton kernel: prefix and tree of all sequences in a single call.
 
-The queries of all heads that share a key head are *rows* of one matrix product, so a key is read
-once for all of them: row r is query r // G in head r % G of its group. A sequence's keys are
-divided into a fixed number of splits, which a second kernel merges by their log-sum-exp, as hybrid
-attention merges prefix and tree. Masks are looked at only in blocks of keys that reach past the
-prefix.
+The queries of all heads with the same key head are *rows* of one matrix product, so each key is
+read once: row r is query r // G in head r % G of its group. The keys of a sequence are divided into
+a fixed number of splits, merged by a second kernel. Only blocks of keys that reach past the prefix
+look at masks.
 
-Starts, lengths and masks are read from the device, and the grid depends on shapes alone, so a
-captured CUDA graph stays right while sequences grow. `plain.py` is the specification.
-
-Import this module only where triton is installed.
+Starts, lengths and masks are read on the device, and the grid depends only on shapes. So a captured
+CUDA graph stays valid while sequences grow. `plain.py` is the specification. Import this module
+only where triton is installed.
 
 Shapes: `B` sequences, `T` queries, `M` masked rows, `S` splits, `R` cache rows, `H` query heads,
 `K` key heads, `G` = H / K heads of a group, `D` head size.
@@ -31,28 +28,28 @@ from specextend.attention.plan import KeySpan
 HEAD_DIMS = (64, 128)
 MAX_SPLITS = 64
 WAVE_SLACK = 1.05
-"""How many times as long as with the best number of splits the kernel may take; fewer splits leave
-less to merge.
+"""Time that a number of splits may take, relative to the best number; fewer splits leave less to
+merge.
 """
 MERGED_PARTS = 64
-"""Parts that a program merges, of one row or of several."""
+"""Parts that a program merges."""
 LOG2_E = 1 / math.log(2)
 LN_2 = tl.constexpr(math.log(2))
 
 
 class Tiles(NamedTuple):
-    """The work of one program, and the threads that do it."""
+    """The work of a program, and its threads."""
 
     rows: int
     keys: int
-    """Keys of a block, at most 64: the bits of a word."""
+    """Keys of a block; at most 64, the bits of a word."""
     num_warps: int
     num_stages: int
-    """Blocks of keys that are in shared memory at a time."""
+    """Blocks of keys in shared memory at a time."""
 
 
 def choose_tiles(head_dim: int, num_rows: int, dtype: torch.dtype) -> Tiles:
-    """Choose tiles for `num_rows` = T * G rows: as large as registers allow."""
+    """Choose the largest tiles that registers allow for `num_rows` = T * G rows."""
     if dtype == torch.float32:  # tensor cores would round it
         return Tiles(16, 32, 4, 1)
     rows = min(128, max(16, triton.next_power_of_2(num_rows)))
@@ -61,11 +58,14 @@ def choose_tiles(head_dim: int, num_rows: int, dtype: torch.dtype) -> Tiles:
 
 
 def choose_num_splits(num_programs: int, num_processors: int, num_warps: int) -> int:
-    """Choose the fewest splits that keep a GPU of so many multiprocessors busy, of `num_programs`
-    programs without any.
+    """Choose the fewest splits that keep a GPU busy.
 
-    Programs run in waves, of which the last may be nearly empty. Lengths do not matter: a captured
-    graph outlives them.
+    Programs run in waves, and the last may be nearly empty. Lengths do not count, because a
+    captured graph outlives them.
+
+    Args:
+        num_programs: Programs without splits.
+        num_processors: Multiprocessors of the GPU.
     """
     resident = 2 if num_warps <= 4 else 1  # programs that a multiprocessor has registers for
 
@@ -80,9 +80,7 @@ def choose_num_splits(num_programs: int, num_processors: int, num_warps: int) ->
 
 @triton.jit
 def _window(words, is_row, first, num_words):
-    """Load 64 bits of each row's words [rows] from bit `first` >= -64 on; those before bit 0 are
-    1.
-    """
+    """Load 64 bits of each row's words from bit `first` >= -64 on; bits before 0 are 1."""
     word = tl.full(is_row.shape, (first + 64) // 64 - 1, tl.int32)
     here = tl.load(words + word, mask=is_row & (word >= 0), other=-1).to(tl.uint64, bitcast=True)
     behind = tl.load(words + word + 1, mask=is_row & (word + 1 < num_words), other=0).to(
@@ -94,9 +92,7 @@ def _window(words, is_row, first, num_words):
 
 @triton.jit
 def _hide(scores, words, is_row, block, tail, length, num_words, KEYS: tl.constexpr):
-    """Set the scores of keys that a row does not see to -inf. The masked rows are those from `tail`
-    to `length`.
-    """
+    """Set hidden scores to -inf. Masked rows reach from `tail` to `length`."""
     column = tl.arange(0, KEYS)
     seen = (_window(words, is_row, block - tail, num_words)[:, None] >> column[None, :]) & 1
     exists = block + column < length
@@ -105,9 +101,7 @@ def _hide(scores, words, is_row, block, tail, length, num_words, KEYS: tl.conste
 
 @triton.jit
 def _added(scores, value, sums, total, top):
-    """Add a block of keys to the weighted sums of values, the sums of weights and the largest
-    scores.
-    """
+    """Add a block of keys to the running softmax: values, weights and largest scores."""
     higher = tl.maximum(top, tl.max(scores, 1))
     finite = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing yet
     weights = tl.exp2(scores - finite[:, None])
@@ -133,8 +127,7 @@ def attend_splits(
     num_queries, num_key_heads, num_masked, num_splits, log2_scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Attend with a tile of rows to a split of their sequence's keys. The grid is [row tiles, S, B
-    * K].
+    """Attend with a tile of rows to a split of the keys. The grid is [row tiles, S, B * K].
 
     Writes part_out [B, T, H, S, D] and part_lse [B, T, H, S] in fp32, the latter to base 2. A split
     without keys writes only -inf.
@@ -192,8 +185,8 @@ def merge_splits(
     part_out, part_lse, out, lse, num_rows, num_splits,
     HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of a tile of rows, of B * T * H in all. PADDED is a power of two, no less
-    than the splits.
+    """Merge the splits of a tile of rows, out of B * T * H. PADDED is a power of two >= the
+    splits.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     splits = tl.arange(0, PADDED)
@@ -228,17 +221,22 @@ def attend_tree(
     scale: float,
     num_splits: int,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with q [B, T, H, D] to rows of k, v [K, R, D], each sequence's keys divided into
-    `num_splits` parts.
+    """Attend with q [B, T, H, D] to rows of k, v [K, R, D]; all tensors are on one device.
 
-    Sequence b has `lengths[b]` rows from `starts[b]` on ([B] int32 or int64). The last M =
-    `num_masked` of them are visible to query t as the bits `visible[b, t]` say ([B, T, M / 64]
-    int64, see `pack_mask`); all earlier ones are visible. M may exceed a length: bits of rows
-    before the start do not count. `starts`, `lengths` and `visible` are contiguous on the device of
-    q; the host does not read them.
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        starts: First row [B] of each sequence, contiguous, int32 or int64.
+        lengths: Number of rows [B] of each sequence, likewise.
+        visible: Bits [B, T, M / 64] int64 of the last M rows, see `pack_mask`. Earlier rows are
+            visible.
+        num_masked: M. It may exceed a length: bits of rows before the start do not count.
+        scale: Factor of scores.
+        num_splits: Splits of each sequence's keys.
 
-    Returns out [B, T, H, D] in q's dtype and lse [B, T, H] fp32; out is 0 and lse -inf where no row
-    is visible.
+    Returns:
+        out [B, T, H, D] in q's dtype and lse [B, T, H] fp32; 0 and -inf where no row is visible.
     """
     batch, num_queries, num_heads, head_dim = q.shape
     group = num_heads // len(k)
@@ -273,17 +271,15 @@ def attend_tree(
 
 
 def is_interpreted() -> bool:
-    """Return True if triton was imported with TRITON_INTERPRET=1, so that kernels run on a CPU,
-    slowly.
-    """
+    """Return True if TRITON_INTERPRET=1 was set at import, so kernels run slowly on a CPU."""
     return not isinstance(attend_splits, triton.JITFunction)
 
 
 def serves(q: Tensor, span: KeySpan) -> bool:
-    """Return True if the kernel takes a call: up to 128 queries and 512 masked rows, heads of 64 or
-    128 elements.
+    """Return True if the kernel takes a call: up to 128 queries, 512 masked rows, heads of 64 or
+    128.
 
-    The interpreter multiplies the bits of bfloat16 as if they were integers, so there it does not.
+    The interpreter gets bf16 wrong, because it multiplies its bits as integers.
     """
     num_masked = 0 if span.mask is None else span.mask.shape[2]
     fits = q.shape[1] <= MAX_QUERIES and num_masked <= MAX_MASKED and q.shape[3] in HEAD_DIMS
@@ -293,7 +289,7 @@ def serves(q: Tensor, span: KeySpan) -> bool:
 def attend_triton(
     q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend by one call of the kernel. Places and mask are made once per forward."""
+    """Attend by a single call of the kernel. Places and mask are made once per forward."""
     starts, lengths = span.places(q.device)
     visible, num_masked = masked_rows(span, q)
     num_splits = _num_splits(q.shape, len(k), q.dtype, q.device)
@@ -304,7 +300,6 @@ def attend_triton(
 def _num_splits(
     shape: torch.Size, num_key_heads: int, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Return the number of splits for queries of a shape [B, T, H, D]."""
     batch, num_queries, num_heads, head_dim = shape
     num_rows = num_queries * num_heads // num_key_heads
     tiles = choose_tiles(head_dim, num_rows, dtype)

@@ -1,10 +1,9 @@
-"""What differs between devices, and captured steps: the only module of `decoding/` that knows the
-names of devices.
+"""Differences between devices, and captured steps; in `decoding/`, only this module names devices.
 
-A function of tensors can be run once, recorded, and replayed as one launch (a CUDA graph). A GPU
-starts a kernel faster than its host can ask for it: an eager step of small models is mostly asking.
-A captured function reads and writes fixed memory, so whatever differs between two steps must be a
-tensor on the device, and nothing may be asked of it on the way.
+A function of tensors can be captured and replayed as a single launch (a CUDA graph), because a host
+launches eager steps of small models more slowly than a GPU runs them. Captured functions use fixed
+memory: values that change between steps must be tensors on the device, which the host cannot read
+on the way.
 """
 
 import logging
@@ -32,22 +31,20 @@ from specextend.core import how_to_install
 
 Outputs = tuple[Tensor, ...]
 Capture = Callable[[str, Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
-"""Records what a named function does: returns its replay, and the outputs that every replay
-writes.
-"""
+"""Records a named function: returns its replay, and the outputs that each replay overwrites."""
 Key = tuple[str, tuple[tuple[torch.Size, torch.dtype], ...], tuple[int, ...]]
-"""The name of a function, the shapes and types of its inputs, and its own shape."""
+"""Name of a function, shapes and types of its inputs, and its shape."""
 CALLS_BEFORE_CAPTURE = 8
 MOST_GRAPHS = 128
-"""Captured functions that are kept: for each size of a batch a few drafts, an absorption, and one
-for each size of trees.
+"""Captured functions to keep: a few drafts, an absorption and a step per tree size, for each batch
+size.
 """
 GRAPH_BYTES = 8 << 20
-"""What one of them takes of a GPU beside the tensors in it, roughly."""
+"""Rough GPU memory of a captured function beside its tensors."""
 
 DRIVER = Path("/proc/driver/nvidia/version")
 _LEAST_DRIVERS = {"12": 525, "13": 580}
-"""The oldest driver of each version of CUDA."""
+"""Oldest driver of each CUDA version."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,49 +54,41 @@ _OUT_OF_MEMORY = (
     "CUDA error: out of memory",
     "Triton Error [CUDA]: out of memory",
 )
-"""Messages of allocators that raise a bare RuntimeError: of the CPU, cuBLAS and cuDNN, the CUDA
-driver, Triton.
+"""Messages of allocators that raise a bare RuntimeError: CPU, cuBLAS, cuDNN, CUDA driver,
+Triton.
 """
 _DEVICE = ("CUDA error", "CUDA driver error", "[CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS")
-"""Messages of libraries that raise a bare RuntimeError for any other failure of a GPU."""
+"""Messages of libraries that raise a bare RuntimeError for other failures of a GPU."""
 _GENERATION = ("cpu family", "model", "CPU implementer", "CPU part")
-"""Fields of /proc/cpuinfo that tell processors apart: clouds give several generations one name,
-such as `AMD EPYC`.
+"""Fields of /proc/cpuinfo that distinguish generations; clouds give several the same name, such as
+`AMD EPYC`.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTraits:
-    """Says what the engine does differently on a kind of device."""
+    """Settings of the engine for a kind of device."""
 
     prefill_chunk: int
-    """Prompt tokens of one prefill forward. Every chunk reads all weights again; from here on that
-    hardly shows.
-    """
+    """Prompt tokens of a forward; each chunk reads all weights, which hardly shows at this size."""
     decode_share: float
-    """Share of the time that the running sequences have while a prompt is read; 0: they wait for
-    its end.
-    """
+    """Share of time for running sequences while a prompt is read; 0: they wait."""
     packs_linears: bool
-    """Whether the weights of linear layers may be laid out anew."""
+    """Whether weights of linear layers may be laid out anew."""
     largest_batch: int
-    """Sequences of the largest batch that is chosen by itself; more make no step of a sequence much
-    cheaper.
-    """
+    """Largest batch chosen automatically; larger ones hardly make steps cheaper."""
     measured_rows: int
-    """Rows of the largest step whose time is measured; those of larger ones are taken to grow with
-    them.
-    """
+    """Rows of the largest step to time; larger steps are extrapolated."""
     workspace_bytes: int
-    """Memory that no tensor of ours takes, roughly: CUDA's context and its libraries; of a CPU, the
-    process.
+    """Rough memory outside of our tensors: CUDA's context and libraries, or the process on a
+    CPU.
     """
     probe_bytes: int
-    """Size of the tensor by which bandwidth is measured: more than a cache holds, and so much that
-    starting a kernel takes no share.
+    """Size of the tensor that measures bandwidth: larger than caches, with negligible launch
+    time.
     """
     probe_size: int
-    """Rows, inputs and outputs of the product by which the matrix rate is measured."""
+    """Rows, inputs and outputs of the product that measures the matrix rate."""
 
 
 CPU = DeviceTraits(
@@ -126,12 +115,12 @@ GPU = DeviceTraits(
 
 
 def traits_of(device: torch.device) -> DeviceTraits:
-    """Return the traits of a device; every one but a CPU is served as a GPU is."""
+    """Return the traits of a device; all but CPUs count as GPUs."""
     return CPU if device.type == "cpu" else GPU
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or that of the processor with its generation."""
+    """Return the name of the GPU, or of the processor with its generation."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -139,10 +128,9 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name(cpuinfo: str) -> str:
-    """Return the name of the first processor in the text of /proc/cpuinfo, and what tells its
-    generation.
+    """Return the name and generation of the first processor in the text of /proc/cpuinfo.
 
-    Of an x86 processor that is `AMD EPYC (cpu family 25, model 17)`.
+    On x86, for example, `AMD EPYC (cpu family 25, model 17)`.
     """
     pairs = (line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines())
     values = {name.strip(): value.strip() for name, _, value in pairs}
@@ -152,34 +140,31 @@ def processor_name(cpuinfo: str) -> str:
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Return the memory of a GPU, whoever uses it; None for a CPU, whose memory is not the engine's
-    alone.
+    """Return the memory of a GPU, or None for a CPU, whose memory is shared.
 
-    It makes no context: a GPU in the mode `exclusive process` would refuse every other process one.
+    It makes no context, which would lock out other processes in the mode `exclusive process`.
     """
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 AMPERE = (8, 0)
-"""The oldest compute capability whose attention kernels take 16 bits."""
+"""Oldest compute capability with 16-bit attention kernels."""
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return what a GPU can compute, such as (8, 9); None for a CPU."""
+    """Return the compute capability of a GPU, such as (8, 9); None for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def multiplies_bf16(device: torch.device | None = None) -> bool:
-    """Return True if torch has fast products of bf16 there, by default on this CPU: if it has
-    instructions for them.
-    """
+    """Return True if torch has fast bf16 products on a device, by default on this CPU."""
     mkldnn = torch.backends.mkldnn
     is_cpu = device is None or device.type == "cpu"
     return not is_cpu or (mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def warn_of_slow_bf16() -> None:
-    """Say what to do where nothing multiplies bf16 fast."""
+    """Log a remedy for slow bf16 products."""
     _log.warning(
         "this processor has no products of bfloat16, so prompts take ten times as long as they "
         "could: %s, or set "
@@ -189,35 +174,29 @@ def warn_of_slow_bf16() -> None:
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a CPU's tensor on the device. A GPU takes it when its turn comes; the host
-    does not wait.
-    """
+    """Copy a CPU tensor to the device without waiting for it."""
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def download(values: Tensor) -> Tensor:
-    """Begin to copy values to the host, which may read them once it has waited for the device."""
+    """Begin to copy values to the host, which must wait for the device before it reads them."""
     if values.device.type != "cuda":
         return values
     return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
 
 
 def make_current(device: torch.device) -> None:
-    """Let this thread's launches go to a GPU that is not the first one: Triton and captures take
-    the current one.
-    """
+    """Make a GPU current for this thread's Triton kernels and captures."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 class CudaCapture:
-    """Captures what functions ask of the current GPU as CUDA graphs; nothing runs before their
-    first replay.
+    """Captures functions as CUDA graphs on the current GPU; nothing runs before the first replay.
 
-    Functions of one name share memory: no two of them run at once, and each one's outputs are read
-    before the next.
+    Functions of the same name share memory, so their outputs must be read before the next replay.
     """
 
     def __init__(self) -> None:
@@ -226,7 +205,7 @@ class CudaCapture:
     def __call__(
         self, name: str, function: Callable[[], Outputs]
     ) -> tuple[Callable[[], None], Outputs]:
-        """Capture a function beside the latest one of its name that is still kept."""
+        """Capture a function in the memory of the latest graph of its name."""
         graph = torch.cuda.CUDAGraph()
         latest = self._latest.get(name)
         pool = None if latest is None else latest.pool()
@@ -243,21 +222,19 @@ class CudaCapture:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for everything that the device was asked to do."""
+    """Wait for all work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def release_cached(device: torch.device) -> None:
-    """Return the allocator's free blocks to the device, so that blocks of other sizes find room."""
+    """Return free blocks to the device, for blocks of other sizes."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has held: of its GPUs, through torch, or else of the
-    host.
-    """
+    """Return the peak memory of this process: of its GPUs through torch, else of the host."""
     if torch.cuda.is_initialized():
         return sum(map(torch.cuda.max_memory_reserved, range(torch.cuda.device_count())))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
@@ -266,16 +243,14 @@ def peak_bytes() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if the same work may succeed with less at once."""
+    """Return True if the same work may succeed in smaller parts."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Return True if every later call on the device will fail too, so that only a new process
-    helps.
-    """
+    """Return True if only a new process can use the device again."""
     if is_out_of_memory(error):
         return False
     if isinstance(error, torch.AcceleratorError):
@@ -284,51 +259,40 @@ def is_device_error(error: BaseException) -> bool:
 
 
 class Graphs:
-    """Runs functions of tensors, and captures those whose inputs have the same shapes again and
-    again.
+    """Runs functions of tensors, and captures those that recur with the same shapes.
 
-    So rare shapes take no memory, and a batch needs no padding to a size that was captured before:
-    rows of trees that nobody asked for take as long as others. What was not run for longest makes
-    room for new shapes. A larger function than all of its name takes their memory, in which they
-    are captured anew when they come again: captured one after the other, as batches grow, they
-    would take the sum.
+    Rare shapes take no memory, and batches need no padding. The least recently used graph makes
+    room. A function larger than all of its name replaces them, since captures in growing order
+    would take the sum of their memory.
 
-    A function whose kernels ask something of the host, or for which memory runs out, runs eagerly.
-    If a capture fails in any other way, all functions run eagerly from then on, because the
-    device's allocator may not be trusted with another one.
+    Functions run eagerly if memory runs out or their kernels read on the host. After any other
+    failed capture all functions do, because the allocator cannot be trusted again.
     """
 
     def __init__(self, capture: Capture | None = None, num_eager_calls: int | None = None):
-        """Take the way to capture; without one everything runs eagerly.
+        """Take the way to capture; without it, all functions run eagerly.
 
-        num_eager_calls: those with inputs of the same shapes before it; None:
-        `CALLS_BEFORE_CAPTURE`. They build the kernels, which a capture may not, so there must be
-        one.
+        Args:
+            capture: Captures a function.
+            num_eager_calls: Calls before a capture, at least 1 to build kernels; None:
+                `CALLS_BEFORE_CAPTURE`.
         """
         self._capture = capture
         self._num_eager_calls = CALLS_BEFORE_CAPTURE if num_eager_calls is None else num_eager_calls
         self._num_calls: Counter[Key] = Counter()
         self._graphs: dict[Key, tuple[Outputs, Callable[[], None], Outputs] | None] = {}
-        """The memory that a captured function reads, its replay, and what that writes; None: it
-        runs eagerly.
-        """
+        """Inputs, replay and outputs of captured functions; None for functions that run eagerly."""
         self.capturing = False
-        """True while a function is captured, so that what it asks of the host would be asked once
-        for all replays.
-        """
+        """Whether a function is being captured; reads on the host would then be frozen."""
 
     @property
     def enabled(self) -> bool:
-        """Return True if functions are captured, so that they must have fixed shapes and ask
-        nothing of the device.
-        """
+        """Whether functions are captured, and so need fixed shapes and no reads on the host."""
         return self._capture is not None
 
     @property
     def num_warm_ups(self) -> int:
-        """Return the calls with inputs of the same shapes after which a call takes the time that it
-        will take.
-        """
+        """Calls with the same shapes before timings are stable."""
         return 1 if self._capture is None else self._num_eager_calls + 1
 
     def run(
@@ -338,10 +302,10 @@ class Graphs:
         *inputs: Tensor,
         shape: tuple[int, ...] = (),
     ) -> Outputs:
-        """Return `function(*inputs)`.
+        """Return `function(*inputs)`, valid until the next call of this name.
 
-        What it returns is valid until the next call of this name. Functions of one name differ in
-        their inputs and `shape` alone; what they compute grows with its product.
+        Functions of the same name may only differ in inputs and `shape`, and their work grows with
+        its product.
         """
         key = name, tuple((each.shape, each.dtype) for each in inputs), shape
         if self._capture is not None and key not in self._graphs:
@@ -367,7 +331,7 @@ class Graphs:
         function: Callable[..., Outputs],
         inputs: tuple[Tensor, ...],
     ) -> None:
-        """Capture a function, or note that it, or all of them, run eagerly."""
+        """Capture a function, or mark it, or all, as eager."""
         if len(self._graphs) == MOST_GRAPHS:
             oldest = next(iter(self._graphs))
             del self._graphs[oldest], self._num_calls[oldest]
@@ -404,18 +368,18 @@ class Graphs:
 
 
 def _num_elements(key: Key) -> int:
-    """Return the size of a function's inputs, times its own."""
+    """Return the size of a function's inputs times its shape."""
     _, inputs, shape = key
     return sum(each.numel() for each, _ in inputs) * prod(shape)
 
 
 def _compiler() -> str | None:
-    """Return the C compiler that Triton calls, or None."""
+    """Return the C compiler of Triton, or None."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
 def toolchain_versions() -> dict[str, str]:
-    """Return what the driver and the compiler say of themselves."""
+    """Return the versions of driver and compiler."""
     said = ""
     if path := _compiler():
         done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
@@ -424,9 +388,7 @@ def toolchain_versions() -> dict[str, str]:
 
 
 def what_is_missing() -> list[str]:
-    """List what this machine lacks for its GPU, each with Debian's and Ubuntu's name of it; nothing
-    on a machine without a driver.
-    """
+    """List missing GPU software with its Debian package; empty without an NVIDIA driver."""
     if not DRIVER.exists():
         return []
     missing = []

@@ -1,14 +1,11 @@
-"""A model's layers, replaced by faster ones: decoder layers in fewer operators, linear layers by
-compiled products.
+"""Faster layers of a model: decoder layers of fewer operators, and linear layers by compiled
+products.
 
-A decoder layer of few rows is a chain of small operators, so each one that is left out counts. In
-fp32 the logits are the stock layer's; in bf16 fewer results are rounded between two operators.
+Operators dominate a decoder layer of few rows. In fp32 the logits equal the stock layer's; in bf16
+fewer results are rounded. On a CPU, linear layers in bf16 are laid out for
+`attention.compiled.products` where possible, with the same products and fp32 sums as torch's.
 
-A linear layer in bf16 on a CPU is laid out once for the kernel of `attention.compiled.products`;
-where that cannot be made, or does not take the weight, torch's own stays. Product and fp32
-accumulation are the same.
-
-Shapes: `L` layers, `R` rows (the new tokens of all sequences), `C` hidden size, `K` key heads, `S`
+Shapes: `L` layers, `R` rows (new tokens of all sequences), `C` hidden size, `K` key heads, `S`
 cache rows, `D` head size.
 """
 
@@ -33,27 +30,28 @@ from specextend.attention.torch_kernels import TORCH
 from specextend.decoding.device import multiplies_bf16, traits_of, warn_of_slow_bf16
 
 PRODUCTS = ("qkv", "o_proj", "gate_up", "down_proj")
-"""The linear layers of a layer."""
+"""Linear layers of a layer."""
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
-"""Types of models whose layers become `FusedLayer`. They differ in biases, and in norms of queries
-and keys.
-"""
+"""Model types that become `FusedLayer`; they differ in biases, and in norms of queries and keys."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 GROUP = 64
-"""Inputs that share a scale, of a row in 8 bits on a CPU and of a weight in 4 bits."""
+"""Inputs that share a scale, in rows of 8 bits on a CPU and in weights of 4 bits."""
 _LEAST_ROWS = 32
-"""Rows of a product of bytes; cuBLAS takes no fewer than 17."""
+"""Rows of an int8 product; cuBLAS takes no fewer than 17."""
 _LEAST = 2.0**-100
-"""What stands for the largest number of a group of zeros."""
+"""Least absolute maximum of a group, for groups of zeros."""
 _ROUNDINGS = 8
-"""Roundings by which the output of a whole layer may differ from that in fp32."""
+"""Allowed roundings between a layer's output and fp32."""
 
 
 def fuse(model: Any, finish: Callable[[FusedLayer], FusedLayer]) -> None:
-    """Replace the decoder layers of a causal LM and its norms in place, by `FusedLayer` and `norm`.
+    """Replace the decoder layers and the final norm of a causal LM in place.
 
-    For models of which `why_not_fused` says nothing. Layers go to the model's device one after the
-    other, and what `finish` makes of each stays there.
+    Layers go to the model's device one at a time, so a GPU never holds all of them before `finish`.
+
+    Args:
+        model: Causal LM that `why_not_fused` accepts.
+        finish: Turns a layer into the layer that stays.
     """
     for index, layer in enumerate(model.model.layers):
         model.model.layers[index] = finish(FusedLayer(layer.to(model.device)))
@@ -61,7 +59,7 @@ def fuse(model: Any, finish: Callable[[FusedLayer], FusedLayer]) -> None:
 
 
 def why_not_fused(config: Any) -> str:
-    """Return what in the config of a causal LM `FusedLayer` does not compute, or an empty text."""
+    """Return the reason why `FusedLayer` does not compute a config, or an empty text."""
     rope = getattr(config, "rope_parameters", None) or {}
     window = getattr(config, "sliding_window", None)
     if config.model_type not in FUSED:
@@ -80,11 +78,11 @@ def why_not_fused(config: Any) -> str:
 
 
 def context_length(config: Any) -> int:
-    """Return how many tokens a model can hold.
+    """Return the most tokens of a model.
 
-    `linear` and `yarn` stretch the length before scaling by their factor, whether
-    `max_position_embeddings` gives the length before (Vicuna 16k, Qwen2.5) or after (Qwen3 with
-    YaRN); `llama3` always gives the length after.
+    Before scaling, `linear` and `yarn` multiply the length by their factor. Its
+    `max_position_embeddings` may be the length before (Vicuna 16k, Qwen2.5) or after (Qwen3 with
+    YaRN); for `llama3` it is the length after.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # some families have parameters by type of layer
@@ -96,9 +94,7 @@ def context_length(config: Any) -> int:
 
 
 def norm(stock: Any) -> Any:
-    """Make a norm of one operator, in fp32 inside, rounded once, with a stock norm's weight and
-    epsilon.
-    """
+    """Make a norm with a stock norm's weight: a single operator, fp32 inside, rounded once."""
     made = nn.RMSNorm(len(stock.weight), stock.variance_epsilon, device="meta")
     made.weight = nn.Parameter(stock.weight, requires_grad=False)
     return made
@@ -106,25 +102,24 @@ def norm(stock: Any) -> Any:
 
 @dataclass(slots=True)
 class Forward:
-    """Hold what every layer of a forward is given."""
+    """The arguments of all layers in a forward."""
 
     kernels: LayerKernels
     attend: Attend
     plan: AttentionPlan
     stored: Tensor
-    """The cache [L, 2, K, S, D]."""
+    """Cache [L, 2, K, S, D]."""
     rows: Tensor
-    """Its rows [R] that the forward writes."""
+    """Cache rows [R] to write."""
     cos: Tensor
     sin: Tensor
-    """[R, D], the first half negative."""
+    """[R, D], as `cos`; the first half is negative."""
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer of Llama's family, q, k and v in one product, gate and up in another, kernels
-    between them.
+    """A decoder layer of Llama's family with joint products for q, k and v, and for gate and up.
 
-    With kernels of ours it is eleven in all on a GPU, two of them attention.
+    With our kernels it takes eleven operators on a GPU, including two of attention.
     """
 
     def __init__(self, layer: Any):
@@ -150,9 +145,9 @@ class FusedLayer(nn.Module):
             )
 
     def forward(self, x: Tensor, run: Forward) -> Tensor:
-        """Run x [R, C]; write the rows of the forward to the cache, attend as the plan says.
+        """Run x [R, C]: write new rows to the cache, and attend by the plan.
 
-        The last layer returns [B, C] where nobody reads more.
+        The last layer returns [B, C] if the plan has `ends_only`.
         """
         plan = run.plan
         keys, values = run.stored[self._index]
@@ -180,8 +175,8 @@ class FusedLayer(nn.Module):
 
 
 def joined_in_one_call(layers: Sequence[Any], scale: float) -> Any:
-    """Return a `compiled.calls.Decoder` of layers in bf16 or int8 on a CPU, or None where it cannot
-    take them or be made.
+    """Return a `compiled.calls.Decoder` of layers in bf16 or int8, or None if it cannot take
+    them.
     """
     if not are_compiled(getattr(layer, name) for layer in layers for name in PRODUCTS):
         return None
@@ -195,12 +190,12 @@ def joined_in_one_call(layers: Sequence[Any], scale: float) -> Any:
 
 
 def are_compiled(linears: Iterable[nn.Module]) -> bool:
-    """Return True if the compiled kernel multiplies with all of some layers."""
+    """Return True if all layers are multiplied by the compiled kernel."""
     return all(isinstance(each, CompiledLinear) for each in linears)
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """Make a layer around weight [out, in] and bias [out]."""
+    """Make a layer from weight [out, in] and bias [out]."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
@@ -209,9 +204,7 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 def join(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """Make one layer whose outputs are those of `linears`, which read the same input, side by
-    side.
-    """
+    """Join layers of the same input into a layer with all outputs."""
     weight = torch.cat([each.weight.detach() for each in linears])
     return linear(
         weight,
@@ -220,14 +213,14 @@ def join(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 class RoundedLinear(nn.Module):
-    """A linear layer whose weight has 8 bits, with a scale for each output.
+    """A linear layer with weights in 8 bits, and a scale for each output.
 
-    Inputs in 16 bits are rounded to 8 bits too, with a scale for each group of a row. Products of a
-    group are summed as integers, groups in fp32. Inputs in fp32 are not rounded.
+    Inputs in 16 bits are rounded to 8 bits, with a scale for each group of a row; integer sums of a
+    group are added in fp32. Inputs in fp32 stay exact.
     """
 
     def __init__(self, linear: nn.Linear, group: int):
-        """Take a layer. group: inputs that share a scale."""
+        """Quantize a layer, for inputs with a scale for each `group`."""
         super().__init__()
         weight = linear.weight.detach().float()
         scale = weight.abs().amax(1, keepdim=True).clamp_min(_LEAST) / 127
@@ -244,7 +237,7 @@ class RoundedLinear(nn.Module):
         return (product if self.bias is None else product + self.bias).to(x.dtype)
 
     def _multiply_rounded(self, x: Tensor) -> Tensor:
-        """Return the product [..., out] in fp32 of x and the weight without its scales."""
+        """Multiply x by the weight without scales; return [..., out] in fp32."""
         groups = x.float().flatten(0, -2).unflatten(1, (-1, self._group))
         largest = groups.abs().amax(-1, keepdim=True).clamp_min(_LEAST)
         # a number divided by a tensor would be rounded twice
@@ -259,12 +252,10 @@ class RoundedLinear(nn.Module):
 
 
 class CompiledLinear(nn.Module):
-    """A linear layer on the CPU in bf16 or int8, multiplied by the kernel of
-    `attention.compiled.products`.
-    """
+    """A linear layer in bf16 or int8, multiplied by `attention.compiled.products`."""
 
     def __init__(self, linear: nn.Linear | RoundedLinear, kernel: Any):
-        """Take a layer that the kernel takes. kernel: the module `attention.compiled.calls`."""
+        """Lay out a layer for the module `attention.compiled.calls`."""
         super().__init__()
         self._multiply = kernel.multiply
         weight = linear.weight.detach()
@@ -275,7 +266,7 @@ class CompiledLinear(nn.Module):
         bias = torch.zeros(len(weight)) if linear.bias is None else linear.bias.detach()
         self.bias = bias.float()
         self.product = kernel.product_of(self.packed, self.scales, self.bias)
-        """Where they are, for calls of several products."""
+        """Record of the product, for calls of several products."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] of x [..., in]."""
@@ -283,9 +274,7 @@ class CompiledLinear(nn.Module):
 
 
 def pack(module: nn.Module) -> None:
-    """Replace, in place, every linear layer below `module` that the compiled kernel takes by one
-    that it multiplies.
-    """
+    """Replace linear layers in place by compiled ones, where the kernel takes them."""
     kernel = compiled_kernel()
     linears = {name: child for name, child in module.named_modules() if _is_plain_bf16(child)}
     if kernel is None and linears and not multiplies_bf16():
@@ -296,7 +285,7 @@ def pack(module: nn.Module) -> None:
 
 
 def _is_plain_bf16(module: nn.Module) -> bool:
-    """Return True for a linear layer in bf16 on a CPU whose weight is not quantized."""
+    """Return True for a bf16 layer on a CPU without quantization."""
     if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
         return False  # what is derived from it may compute something else
     return module.weight.dtype == torch.bfloat16 and traits_of(module.weight.device).packs_linears
@@ -304,9 +293,7 @@ def _is_plain_bf16(module: nn.Module) -> bool:
 
 @cache
 def compiled_kernel() -> Any:
-    """Return the module of the compiled calls, or None where they cannot be made, or a layer of
-    them is wrong.
-    """
+    """Return the module of compiled calls, or None if it cannot be made or is wrong here."""
     calls = compiled()
     if calls is None or not {"avx2", "fma"} <= calls.tiles.processor_features():
         return None
@@ -315,9 +302,7 @@ def compiled_kernel() -> Any:
 
 @torch.inference_mode()
 def _computes_a_layer(kernel: Any) -> bool:
-    """Return True if a compiled layer of random weights, in bf16 and in int8, gives what plain
-    torch gives in fp32.
-    """
+    """Return True if a compiled random layer, in bf16 and int8, agrees with torch in fp32."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:

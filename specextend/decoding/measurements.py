@@ -1,13 +1,11 @@
-"""Measurements of the machine: how they are kept between two starts, and what it can do at most.
+"""Measurements of the machine: limits and step times, kept between starts.
 
-A measurement is one JSON file in the user's cache folder. It is kept only if nothing else used the
-cores meanwhile: beside another busy process, kernels of several threads can take thirty times as
-long, and the wrong one looks fastest. If a file is missing, damaged, about something else or made
-by other code, there is nothing; if the folder cannot be written, nothing is kept.
+A measurement is a JSON file in the user's cache folder. It is kept only if the machine was quiet:
+on a busy one, kernels with several threads can take thirty times as long. Missing, damaged or
+outdated files are ignored, and an unwritable folder keeps nothing.
 
-A decoding step of one sequence reads every weight and the whole cache, so memory bandwidth limits
-it; prefill is limited by the rate of matrix products. What steps really take decides how large
-trees are, see `speculation.py`.
+Memory bandwidth limits decoding steps, which read all weights; the rate of matrix products limits
+prefill. Measured step times determine tree sizes (`speculation.py`).
 
 Shapes: `T` rows of a forward.
 """
@@ -39,28 +37,26 @@ from specextend.decoding.verification import Verifier
 from specextend.folders import cache_folder
 
 _MOST_WAITING = 0.1
-"""Seconds a second that threads may wait for a core: two cores of their own show 0.005, under Ray
-0.05, with one more busy process 0.2 to 0.7.
+"""Share of time that threads of a quiet machine wait for a core: 0.005 with two free cores, 0.05
+under Ray, 0.2 to 0.7 beside another busy process.
 """
 _PATIENCE_S = 1.5
-"""Seconds within which a disturbed measurement is repeated."""
+"""Seconds for repeating a disturbed measurement."""
 _REPEATS = 5
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
-"""Numbers of rows of a forward that are measured; a number in between costs as much as the next
-larger one.
-"""
+"""Rows of measured forwards; sizes in between cost as much as the next larger."""
 MOST_ALONE = 64
-"""Rows of a sequence in a step that is measured, at most."""
+"""Most rows of a sequence in a measured step."""
 LENGTHS = (512, 6000, 2048)
-"""Tokens of prefix, in the order of measuring; the last is left out on a slow machine."""
+"""Tokens of prefix, in the order of measurement; slow machines skip the last."""
 BUDGET_S = 1.2
-"""Seconds after which no third length of prefix is measured."""
+"""Seconds after which the third length is skipped."""
 _LONG_S = 0.05
-"""Seconds of a step that is not measured a second time."""
+"""Seconds above which a step is timed once."""
 
 
 def kept_or_measured(kind: str, key: ReadOnly, measure: Callable[[], Any]) -> Any:
-    """Return the JSON value that was kept as `kind` for `key`, or measure it."""
+    """Return the JSON value kept as `kind` for `key`, or measure it."""
     if value := read_kept(kind, key):
         return value
     value, is_quiet = measure_undisturbed(measure)
@@ -70,9 +66,7 @@ def kept_or_measured(kind: str, key: ReadOnly, measure: Callable[[], Any]) -> An
 
 
 def read_kept(kind: str, key: ReadOnly) -> Any:
-    """Return the JSON value that was kept as `kind` for `key`, JSON values that say what it is
-    about; None if there is none that this code made.
-    """
+    """Return the JSON value kept by this code as `kind` for `key`, or None."""
     path = _path(kind, key)
     try:
         stored = json.loads(path.read_text(encoding="utf-8")) if path else {}
@@ -83,20 +77,22 @@ def read_kept(kind: str, key: ReadOnly) -> Any:
 
 
 def keep(kind: str, key: ReadOnly, value: Any) -> None:
-    """Keep a JSON value as `kind` for `key`, if the folder can be written."""
+    """Keep a JSON value as `kind` for `key`, if the folder is writable."""
     if path := _path(kind, key):
         with suppress(OSError):
             _write(path, json.dumps(_about(key) | {"value": value}, indent=1))
 
 
 def _about(key: ReadOnly) -> dict[str, Any]:
-    """Return what a kept value is about, as it is read again."""
+    """Return the identity of a kept value."""
     return {"code": code_sha256(), "key": json.loads(json.dumps(dict(key)))}
 
 
 def measure_undisturbed(measure: Callable[[], Any]) -> tuple[Any, bool]:
-    """Measure until the machine was quiet, for a second or two; return the last result, and True if
-    it was quiet.
+    """Measure until the machine was quiet, for a second or two.
+
+    Returns:
+        The last result, and True if the machine was quiet.
     """
     started_at = time.perf_counter()
     while True:
@@ -111,9 +107,7 @@ def measure_undisturbed(measure: Callable[[], Any]) -> tuple[Any, bool]:
 
 
 def _waited_s() -> float:
-    """Return how long the threads of this process have waited for a core; not a number where Linux
-    does not say it.
-    """
+    """Return the seconds that this process's threads have waited for a core; NaN if unknown."""
     waited = []
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError):  # the thread has just ended
@@ -122,7 +116,7 @@ def _waited_s() -> float:
 
 
 def code_sha256() -> str:
-    """Compute a hash of the code that is measured or proved, and of what does it."""
+    """Hash the code that is measured or proved, and the code that does so."""
     package = Path(__file__).parents[1]
     found = hashlib.sha256()
     for folder in ("attention", "decoding", "drafters", "proof"):
@@ -147,11 +141,11 @@ def _write(path: Path, text: str) -> None:
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Measure memory bandwidth and matrix rate with all of torch's threads, which takes a few
-    seconds.
+    """Measure memory bandwidth and matrix rate with all of torch's threads, in a few seconds.
 
-    Returns the best of several sums over a large tensor, and of products like those of prefill,
-    by torch with its weight packed.
+    Returns:
+        The best of several sums of a large tensor, and of products like prefill's by torch with
+        packed weights.
     """
     num_bytes = traits_of(device).probe_bytes
     size = traits_of(device).probe_size
@@ -163,9 +157,7 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]
 
 
 def _large_product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    """Return a product of square matrices by torch, whose second one is packed where oneDNN
-    multiplies bf16.
-    """
+    """Return torch's product of square matrices, packed where oneDNN multiplies bf16."""
     weight = torch.randn(size, size, device=device, dtype=dtype)
     x = torch.ones(size, size, device=device, dtype=dtype)
     if (
@@ -179,7 +171,7 @@ def _large_product(size: int, device: torch.device, dtype: torch.dtype) -> Calla
 
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest of several calls after a first one."""
+    """Return the seconds of the fastest of several calls after a warm-up."""
 
     def run() -> None:
         work()
@@ -189,16 +181,14 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def load_limits(device: torch.device, dtype: torch.dtype) -> Any:
-    """Return what `measure_limits` found, kept or measured now."""
+    """Return `measure_limits`, kept or measured now."""
     key = {"device": device_name(device), "threads": torch.get_num_threads(), "dtype": str(dtype)}
     key["torch"] = str(torch.__version__)
     return kept_or_measured("limits", key, partial(measure_limits, device, dtype))
 
 
 def fit_line(points: Sequence[tuple[int, float]]) -> Line:
-    """Fit the least-squares line through (length, seconds), or a flat one where it would fall or
-    begin below 0.
-    """
+    """Fit a least-squares line to (length, seconds); flat if it would fall or start below 0."""
     lengths, seconds = zip(*points, strict=True)
     slope = max(0.0, linear_regression(lengths, seconds).slope) if len({*lengths}) > 1 else 0.0
     first = fmean(seconds) - slope * fmean(lengths)
@@ -206,10 +196,12 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Line:
 
 
 def choose_sizes(num_nodes: int, max_batch_size: int, most: int) -> list[int]:
-    """Choose the numbers of rows to measure, ascending from 1: those that steps can have, up to
-    `most`.
+    """Choose the rows of steps to measure, ascending from 1 up to `most`.
 
-    `num_nodes` is the largest tree, the root not counted.
+    Args:
+        num_nodes: Largest tree, without its root.
+        max_batch_size: Sequences of a step.
+        most: Upper bound.
     """
     rows = num_nodes + 1
     all_rows = max(rows, min(rows * max_batch_size, most))
@@ -224,12 +216,19 @@ def measure(
     graphs: Graphs,
     points: defaultdict[int, dict[int, float]],
 ) -> StepCosts:
-    """Measure steps of each size behind prefixes of several lengths. Steps go through `graphs`.
+    """Measure steps of each size after prefixes of several lengths.
 
-    One of more than `MOST_ALONE` rows is that of several sequences, with prefixes as long as the
-    cache allows. It writes to the front of the target's cache, so no request may be running.
-    points: size -> tokens of prefix -> seconds, of earlier measurements that something disturbed;
-    of two times the shorter one counts, because other work only ever adds to it.
+    Steps above `MOST_ALONE` rows are batches with prefixes as long as the cache allows. No request
+    may be running, because the front of the cache is overwritten.
+
+    Args:
+        target: Target and its cache.
+        kind: Attention of trees.
+        sizes: Rows of steps.
+        lengths: Tokens of prefixes.
+        graphs: Graphs of the steps.
+        points: Seconds by size and prefix, updated to the shorter of old and new times: other work
+            only adds to them.
     """
     begin = time.perf_counter()
     num_free = target.cache.rows.num_free
@@ -258,8 +257,10 @@ def measure(
 def time_step(
     target: CachedModel, kind: TreeAttention, size: int, length: int, graphs: Graphs, batch: int = 1
 ) -> float:
-    """Time one verification of chains of `size` rows together, each behind `length` rows of its
-    share of the cache; one row is a plain step.
+    """Time the verification of chains with `size` rows in all, each after `length` rows of the
+    cache.
+
+    A single row is a plain step.
     """
     num_new = -(-size // batch)
     starts = [b * (target.cache.rows.num_free // batch) for b in range(batch)]
@@ -279,10 +280,9 @@ def time_step(
 def load_step_costs(
     target: CachedModel, tree: TreeOptions, kind: TreeAttention, max_batch_size: int, graphs: Graphs
 ) -> StepCosts | None:
-    """Return the costs of steps, read from disk or measured now; None if trees have one size.
+    """Return the costs of steps, kept or measured now; None if trees have a fixed size.
 
-    graphs: the engine's; the times of captured steps are kept apart. Measuring writes to the
-    target's cache, so no request may be running.
+    No request may be running, because the cache is overwritten. Captured steps are kept separately.
     """
     if tree.nodes != "auto":
         return None

@@ -64,7 +64,8 @@ def count_work(
     unread = 0 if config.tie_word_embeddings else head
     num_weights = sum(parameter.numel() for parameter in model.parameters()) - unread - idle
     return ModelWork(
-        weight_bytes=num_weights * dtype.itemsize - saved_bytes(model, quantize, dtype, model.device),
+        weight_bytes=num_weights * dtype.itemsize
+        - saved_bytes(model, quantize, dtype, model.device),
         kv_bytes_per_token=sum(layer.numbers for layer in layers) * dtype.itemsize,
         layer_parameters=linears - head + experts - idle,
         head_parameters=head,

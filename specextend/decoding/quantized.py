@@ -1,11 +1,10 @@
-"""Weights of the target in 8 or 4 bits, of the products of its layers. `int8` is
-`layers.RoundedLinear`; torchao makes the others.
+"""Weights of the target's layers in 8 or 4 bits: `int8` by `layers.RoundedLinear`, others by
+torchao.
 
-Embeddings, norms and LM head stay as they are. A scale belongs to one output of a product, to a
-group of an output's inputs (`int4`), or to a token and all or some of its inputs (`int8`, `fp8`),
-never to several tokens: what becomes of a document does not depend on its neighbours. `int4` leaves
-the inputs of a product alone, `int8` those in float32, so speculation loses nothing in float32 with
-them either. `fp8` runs in bfloat16 only.
+Embeddings, norms and LM head stay as they are. A scale covers an output, a group of an output's
+inputs (`int4`), or inputs of a single token (`int8`, `fp8`), so a document never depends on its
+batch. Inputs stay exact in `int4`, and in `int8` with float32; there speculation is lossless in
+float32 too. `fp8` runs in bfloat16 only.
 """
 
 from importlib.util import find_spec
@@ -27,14 +26,14 @@ from specextend.model_files import Scheme
 
 _LEAST_CAPABILITY = {"int8": (7, 5), "int4": (8, 0), "fp8": (8, 9)}
 _MULTIPLE = {"int8": 8, "int4": GROUP, "fp8": 16}
-"""What the inputs of a product must be a multiple of, and the outputs but with `int4`; torchao
-leaves others in 16 bits without a word.
-"""
+"""Divisor of a product's inputs and, except for `int4`, outputs; torchao silently skips others."""
 
 
 def check_device(scheme: Scheme | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError if weights of a scheme cannot be multiplied on a device. None: they stay in
-    `dtype`.
+    """Check that weights of a scheme can be multiplied on a device; None leaves them in `dtype`.
+
+    Raises:
+        ValueError: The device, or `dtype` on it, does not serve the scheme.
     """
     if scheme is None:
         return
@@ -57,8 +56,10 @@ def _refused(scheme: Scheme, why: str) -> ValueError:
 
 
 def check_quantizable(model: Any, scheme: Scheme) -> None:
-    """Raise ValueError if the products of a causal LM's layers cannot be quantized; its weights may
-    be on `meta`.
+    """Check the layers of a causal LM, which may be on `meta`.
+
+    Raises:
+        ValueError: An extra is missing, or the shape of a product does not suit the scheme.
     """
     if scheme != "int8" and find_spec("torchao") is None:
         raise ValueError(
@@ -74,9 +75,7 @@ def check_quantizable(model: Any, scheme: Scheme) -> None:
             )
 
 
-def saved_bytes(
-    model: Any, scheme: Scheme | None, dtype: torch.dtype, device: torch.device
-) -> int:
+def saved_bytes(model: Any, scheme: Scheme | None, dtype: torch.dtype, device: torch.device) -> int:
     """Compute how many bytes quantization saves.
 
     Args:
@@ -98,7 +97,7 @@ def saved_bytes(
 
 
 def _shapes(model: Any) -> list[tuple[int, int]]:
-    """List the outputs and inputs of the products of a causal LM's layers."""
+    """List outputs and inputs of the products in layers."""
     linears = (module for module in model.model.layers.modules() if isinstance(module, nn.Linear))
     return [(linear.out_features, linear.in_features) for linear in linears]
 
@@ -130,7 +129,7 @@ def quantized(layer: FusedLayer, scheme: Scheme | None) -> FusedLayer:
 
 
 def _config(scheme: Scheme, device: torch.device) -> Any:
-    """Return what torchao calls a scheme on a device."""
+    """Return torchao's configuration of a scheme on a device."""
     from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig as Float8Config
     from torchao.quantization import Int4WeightOnlyConfig, PerRow

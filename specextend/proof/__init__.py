@@ -1,3 +1,3 @@
-"""The start that proves its own kernels: each is tried in a process of its own, and taken if it is
-right and faster.
+"""Proof of a node's kernels at its start: each is tried in a separate process and taken if
+right.
 """

@@ -1,7 +1,6 @@
-"""The process that proves: candidate by candidate it compares kernels with plain torch, and writes
-each verdict when it has it.
+"""The process that compares candidate kernels with plain torch, and writes each verdict at once.
 
-`prover.py` starts it, and another one for the rest if it dies.
+`prover.py` starts it, and restarts it for the remaining candidates if it dies.
 """
 
 import json
@@ -28,7 +27,7 @@ _RUNS = 5
 
 
 def judge(subject: Subject, kernels: Kernels, candidate: Candidate) -> Trial:
-    """Prove a candidate that takes its place among `kernels`. Raises whatever a kernel raises."""
+    """Prove a candidate on top of `kernels`. Errors of a kernel propagate."""
     left_out = partial(Trial, name=candidate.name, taken=False)
     if candidate.field == "graphs" and kernels.steps == Kernels.steps:
         return left_out(why=f"it needs {TREES.name}")
@@ -45,8 +44,10 @@ def judge(subject: Subject, kernels: Kernels, candidate: Candidate) -> Trial:
 
 
 def find_fault(subject: Subject, kernels: Kernels, field: str) -> str:
-    """Compare what a field of `kernels` names with plain torch; return what is wrong, or an empty
-    text.
+    """Compare the kernels of a field of `kernels` with plain torch.
+
+    Returns:
+        An error message, or an empty text.
     """
     device = torch.device(subject.device)
     dtype = getattr(torch, subject.dtype)
@@ -74,10 +75,10 @@ def find_fault(subject: Subject, kernels: Kernels, field: str) -> str:
 def prove_all(
     subject: Subject, kernels: Kernels, candidates: Sequence[Candidate]
 ) -> Iterator[Trial]:
-    """Yield the verdict on each candidate, on top of those before it that are right.
+    """Yield the verdict on each candidate, on top of earlier ones that are right.
 
-    An error says that a kernel cannot be built or run yet, not that it is wrong. If the device is
-    lost with it, the rest is for another process.
+    An error means that a kernel cannot be built or run yet, not that it is wrong. After the loss of
+    the device, another process proves the rest.
     """
     for candidate in candidates:
         try:
@@ -94,8 +95,8 @@ def prove_all(
 
 
 def main() -> None:
-    """Prove what a task names, which comes in as JSON; add a line for each verdict to the file that
-    the first argument names.
+    """Prove the task given as JSON on standard input; append each verdict to the file in the first
+    argument.
     """
     task = json.load(sys.stdin)
     subject = Subject(**task["subject"])

@@ -1,8 +1,8 @@
-"""The check of a model that runs on transformers' own layers: a small one of the same config, with
-random weights, must give the logits of the stock model, in plain decoding and in trees.
+"""The check of models on transformers' layers: a small random model must give the stock model's
+logits.
 
-No list of families is needed: what a family does besides attention, such as recurrent layers or
-chunks of attention, shows as a difference. Begin with `check_family`.
+Plain decoding and trees are compared, so there is no list of families: features beside attention,
+such as recurrent layers, show as a difference. Begin with `check_family`.
 """
 
 import json
@@ -26,7 +26,7 @@ from specextend.model_files import ModelError
 from specextend.models import config_values
 
 WINDOW = 12
-"""Tokens of a sliding window or of a chunk of attention, fewer than the text has."""
+"""Tokens of a sliding window or a chunk of attention, shorter than the texts."""
 _VOCABULARY = 256
 _HEADS = 4
 _MOST = (
@@ -42,35 +42,35 @@ _MOST = (
     (r"(bos|eos)_token_id", 2),
     (r"pad_token_id", 0),
 )
-"""Keys of configs, and the most that a small model has of each. Sizes of heads stay."""
+"""Limits of config values in a small model. Head sizes stay."""
 _ROPES_BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings that depend on how long the text is."""
+"""Rotary embeddings that depend on the text's length."""
 _PROMPTS = (40, 29)
 _READ_FIRST = 17
 _PARENTS = (-1, -1, 0, 0, 1, 2, 4)
-"""The node before each node of a tree; -1: the last token of the text."""
+"""Parent of each tree node; -1: the last token of the text."""
 _COMMITTED = (5, 6)
-"""The last node that each sequence commits."""
+"""Last node committed by each sequence."""
 _CHAIN = (-1, 0, 1, 2, 3, 4, 5)
-"""The tree of a model with recurrent layers."""
+"""Tree of a model with recurrent layers."""
 _COMMITTED_OF_CHAIN = (2, 6)
 _TOLERANCE = 1e-3
-"""Difference of a logit, as a share of their spread, that is no difference."""
+"""Allowed difference of a logit, relative to their spread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """The largest differences of a logit from those of the stock model."""
+    """The largest differences of logits from the stock model's."""
 
     plain: float
-    """In plain decoding."""
+    """Difference in plain decoding."""
     trees: float
-    """In trees of drafts."""
+    """Difference in trees of drafts."""
     allowed: float
 
     @property
     def wrong(self) -> str:
-        """Return what is wrong, or an empty text."""
+        """An error message, or an empty text."""
         for name, found in (("logits", self.plain), ("trees", self.trees)):
             if not (isfinite(found) and found <= self.allowed):
                 return f"{name} differ from the stock model by {found:.2g} in a logit"
@@ -78,7 +78,7 @@ class Differences:
 
     @property
     def decodes(self) -> bool:
-        """Return True if plain decoding is right."""
+        """True if plain decoding is right."""
         return self.plain <= self.allowed
 
 
@@ -104,13 +104,13 @@ def check_family(model: str, *, with_trees: bool) -> None:
 
 @cache
 def differences(config: str) -> Differences | str:
-    """Return how a small model of a config differs from the stock model, once in a process.
+    """Compare a small model of a config with the stock model, once per process.
 
     Args:
-        config: The values of a `config.json`, or of its `text_config`.
+        config: Values of a `config.json`, or of its `text_config`.
 
     Returns:
-        The differences, or why it cannot be run.
+        The differences, or the reason why it cannot run.
     """
     try:
         stock = small_model(json.loads(config))
@@ -120,7 +120,7 @@ def differences(config: str) -> Differences | str:
 
 
 def small_model(values: Values) -> Any:
-    """Make a small causal LM of a config, with random weights that make attention sharp."""
+    """Make a small causal LM of a config, with random weights for sharp attention."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = dict(values)
@@ -141,9 +141,9 @@ def small_model(values: Values) -> Any:
 
 
 def shrunk(config: Any) -> Values:
-    """Return the values of a config for a small model that has each kind of its layers twice.
+    """Shrink the values of a config to a small model with two layers of each kind.
 
-    Sizes of heads stay, because much else must fit them.
+    Head sizes stay, because other values must fit them.
     """
     values: Values = config.to_dict()
     for name in ("model_type", "architectures", "quantization_config", "dtype"):
@@ -192,7 +192,7 @@ _NAMES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
 def _kept_layers(by_layer: Mapping[str, list[Any]], num_layers: int) -> list[int]:
-    """Return the first and the last layer of each kind, ascending."""
+    """Return the first and last layer of each kind, ascending."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for layer in range(num_layers):
@@ -203,7 +203,7 @@ def _kept_layers(by_layer: Mapping[str, list[Any]], num_layers: int) -> list[int
 
 
 def _at_most(name: str, value: Any) -> Any:
-    """Limit a value, or each of a list."""
+    """Limit a value or each value of a list."""
     if isinstance(value, list):
         return [_at_most(name, each) for each in value]
     most = next((most for pattern, most in _MOST if re.fullmatch(pattern, name)), None)
@@ -212,7 +212,7 @@ def _at_most(name: str, value: Any) -> Any:
 
 @torch.inference_mode()
 def _compare(stock: Any) -> Differences:
-    """Read prompts in two chunks, a token, and two trees in a batch of two sequences."""
+    """Read prompts in two chunks, a token, and two trees, in a batch of two sequences."""
     run = _Run(stock)
     plain = [*run.prompts()]
     trees = [*run.trees("hybrid"), *run.trees("dense")]
@@ -224,7 +224,7 @@ def _compare(stock: Any) -> Differences:
 
 
 class _Run:
-    """Two sequences in our cache, and the stock model beside it."""
+    """Two sequences in our cache, and the stock model."""
 
     def __init__(self, stock: Any):
         self._stock = stock
@@ -235,7 +235,7 @@ class _Run:
         self._texts = [self._draw(length) for length in _PROMPTS]
 
     def prompts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Read the prompts; yield logits [T, V] and those of the stock model."""
+        """Read the prompts; yield our and the stock model's logits [T, V]."""
         for start, text in zip(self._starts, self._texts, strict=True):
             ends = [0, _READ_FIRST, len(text) - 1, len(text)]
             found = []
@@ -247,7 +247,7 @@ class _Run:
             yield torch.cat(found), self._exact(text)
 
     def trees(self, kind: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Read a tree behind each text and commit a path of it; yield logits of paths."""
+        """Read a tree after each text and commit a path; yield logits of paths."""
         paths: list[list[int]] = []
         is_chain = self._cached.is_recurrent
         parents = _CHAIN if is_chain else _PARENTS

@@ -1,7 +1,7 @@
-"""The checks of single kernels, at the shapes of a pair: attention to 500, 4,000 and 16,000 tokens
-for all plans of a forward, and what stands between a layer's products.
+"""The checks of single kernels at the shapes of a pair: attention to up to 16,000 tokens in all
+plans of a forward, and the functions of a layer.
 
-`attention/correctness.py` says what is right.
+`attention/correctness.py` defines the tolerance.
 
 Shapes: `B` sequences, `T` queries, `S` keys, `R` rows of a cache or a layer, `H` query heads, `K`
 key heads, `D` head size, `C` hidden size, `I` intermediate size.
@@ -29,27 +29,27 @@ from specextend.proof.subject import Kernels, LayerShape, Subject
 
 LONGEST = 16_000
 _BATCHES = ((LONGEST,), (63, 500, LONGEST, 0, 4_000))
-"""Tokens before the queries of each sequence of a call."""
+"""Tokens before the queries of each sequence."""
 _LARGEST_FP8 = 448
 _RUNS = 5
 _ALIGNED = 256
-"""Rows by which the cache aligns sequences."""
+"""Row alignment of sequences in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The shape of one call of attention."""
+    """The shape of a call of attention."""
 
     kind: Literal["plain", "causal", "tree"]
     num_queries: int
     prefixes: tuple[int, ...]
-    """[B] rows before the masked ones."""
+    """Rows before the masked ones [B]."""
     num_earlier: int = 0
-    """Masked rows before the queries' own, as levels of a tree have them."""
+    """Masked rows before the queries' rows, as in levels of a tree."""
 
     @property
     def num_masked(self) -> int:
-        """Return the rows after the prefix."""
+        """Rows after the prefix."""
         return self.num_earlier + self.num_queries
 
     def __str__(self) -> str:
@@ -57,7 +57,9 @@ class Call:
 
 
 def step_calls(num_nodes: int, depth: int) -> Iterator[Call]:
-    """Yield calls of plain steps, trees, their last level and what a draft reads after a step."""
+    """Yield calls of plain steps, trees, the last level of trees, and a draft's reading after a
+    step.
+    """
     for prefixes in _BATCHES:
         for size in {1, num_nodes + 1, MAX_QUERIES}:
             yield Call("tree" if size > 1 else "plain", size, prefixes)
@@ -66,15 +68,15 @@ def step_calls(num_nodes: int, depth: int) -> Iterator[Call]:
 
 
 def prompt_calls(chunk: int) -> Iterator[Call]:
-    """Yield calls of chunks of a prompt: the first one, and later ones, at lengths that kernels
-    plan for and at others.
+    """Yield calls of first and later prompt chunks, at lengths that kernels plan for and at
+    others.
     """
     for prefix in (0, 65, 4_000, LONGEST // PLANNED * PLANNED, LONGEST):
         yield Call("causal", chunk, (prefix,))
 
 
 def calls_of(subject: Subject, field: str) -> Iterator[Call]:
-    """Yield the calls of attention in prompts, or in steps."""
+    """Yield the calls of attention in prompts or in steps."""
     if field == "prompts":
         return prompt_calls(subject.chunk)
     return step_calls(subject.num_nodes, subject.depth)
@@ -83,8 +85,10 @@ def calls_of(subject: Subject, field: str) -> Iterator[Call]:
 def wrong_attention(
     attend: Attend, calls: Iterable[Call], shape: LayerShape, dtype: torch.dtype
 ) -> str:
-    """Attend on torch's default device in a cache whose other rows are NaN; return what is wrong,
-    or an empty text.
+    """Attend on torch's default device, with NaN in unused cache rows.
+
+    Returns:
+        An error message, or an empty text.
     """
     for call in calls:
         if wrong := what_is_wrong(attend, *make_call(call, shape, dtype)):
@@ -95,7 +99,7 @@ def wrong_attention(
 def make_call(
     call: Call, shape: LayerShape, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, KeySpan, float]:
-    """Make queries [B, T, H, D], keys and values [K, R, D], the span and the scale of a call."""
+    """Make queries [B, T, H, D], keys and values [K, R, D], span and scale of a call."""
     torch.manual_seed(call.num_queries + sum(call.prefixes))
     lengths = [prefix + call.num_masked for prefix in call.prefixes]
     starts = [0]
@@ -124,11 +128,13 @@ def wrong_layer(
     *,
     scheme: Scheme | None = None,
 ) -> str:
-    """Run the kernels between a layer's products on random rows; return what is wrong, or an empty
-    text.
+    """Run the functions of a layer on random rows.
 
     Args:
-        scheme: Of weights; products with `fp8` and `int8` round their inputs.
+        scheme: Scheme of weights; `fp8` and `int8` round inputs of products.
+
+    Returns:
+        An error message, or an empty text.
     """
     results = partial(_layer_results, num_rows, shape, dtype)
     exact = dict(results(TORCH, torch.float32))
@@ -147,9 +153,7 @@ def _layer_results(
     kernels: LayerKernels,
     computed_in: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield what the kernels return and write, by name, of the same numbers of `dtype` each
-    time.
-    """
+    """Yield results and writes of the kernels by name, for the same random inputs each time."""
     torch.manual_seed(num_rows)
 
     def draw(*size: int) -> Tensor:
@@ -175,9 +179,7 @@ def _layer_results(
 
 
 def _wrong_rounding(kernels: LayerKernels, num_rows: int, shape: LayerShape) -> str:
-    """Multiply with weights in fp8, as torchao leaves them; say what is wrong with the product, or
-    return an empty text.
-    """
+    """Check a product with fp8 weights in torchao's layout."""
     fp8 = torch.float8_e4m3fn
     x = torch.randn(num_rows, shape.intermediate_size).bfloat16()
     weight = torch.randn(shape.hidden_size, shape.intermediate_size).to(fp8)
@@ -190,7 +192,7 @@ def _wrong_rounding(kernels: LayerKernels, num_rows: int, shape: LayerShape) -> 
 
 
 def _wrong_integers(kernels: LayerKernels, num_rows: int, shape: LayerShape) -> str:
-    """Multiply in int8; say what is wrong with the product, or return an empty text."""
+    """Check a product in int8."""
     weight = torch.randn(shape.hidden_size, shape.intermediate_size).bfloat16()
     rounded = RoundedLinear(linear(weight), shape.intermediate_size)
     x = torch.randn(num_rows, shape.intermediate_size).bfloat16()
@@ -199,7 +201,7 @@ def _wrong_integers(kernels: LayerKernels, num_rows: int, shape: LayerShape) -> 
 
 @torch.inference_mode()
 def times_of(subject: Subject, kernels: Kernels) -> Iterator[str]:
-    """Yield lines with the milliseconds of attention by kernels and by torch's own, for people."""
+    """Yield lines, for people, with milliseconds of attention by kernels and by torch."""
     device = torch.device(subject.device)
     sides = {"ours": kernels.attend(device), "torch": Kernels().attend(device)}
     for call in (*calls_of(subject, "prompts"), *calls_of(subject, "steps")):

@@ -1,8 +1,7 @@
-"""The proof of a node's kernels: one process after the other proves the candidates of its card,
-until each has a verdict.
+"""The proof of a node's kernels: separate processes prove the candidates until each has a verdict.
 
-A kernel that crashes or hangs costs itself alone. A node proves once, under a lock, and keeps the
-verdicts until the driver, a library, the compiler, our code or a shape changes.
+A kernel that crashes or hangs is the only loss. A node proves once, under a lock, and keeps
+verdicts until a driver, library, compiler, shape or our code changes.
 """
 
 import json
@@ -29,7 +28,7 @@ from specextend.proof.subject import Candidate, Kernels, Subject
 from specextend.shipped import package_version
 
 LIMIT_S = 120.0
-"""Seconds after which a process without a new verdict is ended: compiling takes most of them."""
+"""Seconds without a new verdict before a process is ended; compiling takes most of them."""
 _PACKAGES = ("torch", "torchao", "triton", "flash-attn", "transformers")
 
 _log = logging.getLogger(__name__)
@@ -37,17 +36,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Proof:
-    """The kernels that are taken, and the verdict on each candidate."""
+    """The kernels taken, and the verdict on each candidate."""
 
     kernels: Kernels
     trials: tuple[Trial, ...] = ()
 
 
 def load_proof(subject: Subject, candidates: Sequence[Candidate], *, timed: bool = False) -> Proof:
-    """Return the kept verdicts on candidates, or prove them now, and log a line for each.
+    """Load or prove the verdicts on candidates, and log a line for each.
 
-    A verdict that is not final is sought again at each start, but not by workers that waited for
-    that very try. Where no folder can be written, nothing is kept.
+    Verdicts that are not final are sought again at each start, except by workers that waited for
+    the same try. Without a writable folder, nothing is kept.
     """
     asked_at = time.time()
     key = identity(subject) | {"candidates": [asdict(each) for each in candidates]}
@@ -69,7 +68,7 @@ def load_proof(subject: Subject, candidates: Sequence[Candidate], *, timed: bool
 
 
 def identity(subject: Subject) -> Values:
-    """Return what a proof holds for, as JSON values."""
+    """Return the conditions for which a proof holds, as JSON values."""
     return {
         "device": device_name(torch.device(subject.device)),
         "cuda": torch.version.cuda,
@@ -79,7 +78,7 @@ def identity(subject: Subject) -> Values:
 
 
 def chosen(candidates: Sequence[Candidate], trials: Sequence[Trial]) -> Kernels:
-    """Return torch's own kernels, replaced by the candidates that were taken so far."""
+    """Return torch's kernels, replaced by the candidates taken so far."""
     kernels = Kernels()
     for candidate, trial in zip(candidates, trials, strict=False):
         if trial.taken:
@@ -92,7 +91,7 @@ def prove(
     candidates: Sequence[Candidate],
     known: Sequence[Trial] = (),
 ) -> list[Trial]:
-    """Return the verdict on each candidate. known: those on the first ones."""
+    """Return the verdict on each candidate, given those on the first ones."""
     trials = [*known]
     while len(trials) < len(candidates):
         task = {
@@ -105,8 +104,10 @@ def prove(
 
 
 def run_apart(task: ReadOnly) -> list[Trial]:
-    """Run a task in a process of its own. Returns the verdicts that it wrote, and one on the
-    candidate at which it died or stood still.
+    """Run a task in a separate process.
+
+    Returns:
+        Its verdicts, and a verdict on a candidate at which it died or hung.
     """
     with temporary_folder() as folder:
         out = Path(folder, "verdicts.jsonl")
@@ -144,7 +145,7 @@ def run_apart(task: ReadOnly) -> list[Trial]:
 
 
 def _wait(child: subprocess.Popen[str], out: Path) -> bool:
-    """Wait for a process, and end it with all that it started; return True if it stood still."""
+    """Wait for a process and end its process group; return True if it hung."""
     size = -1
     try:
         while True:

@@ -1,7 +1,7 @@
-"""The kernels that a card takes if they are right there, and what a proof of them is about, as
-values that go from one process to another.
+"""The candidate kernels of a card, and the subject of their proof, as values that pass between
+processes.
 
-The table is known from what others measured, which `docs/dev/log.md` cites: a start times nothing.
+The table rests on the measurements in `docs/dev/log.md`: a start times nothing.
 """
 
 from collections.abc import Callable
@@ -21,23 +21,26 @@ from specextend.decoding.quantized import Scheme
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The kernels of a worker, by name. As they stand here they are torch's own, which need no
-    proof.
+    """The kernels of a worker by name, or by place as `module:object`.
 
-    A kernel that has no name is called by its place, `module:object`.
+    The defaults are torch's, which need no proof.
     """
 
     prompts: str = "sdpa"
-    """The backend of causal chunks of more than `MAX_QUERIES` tokens."""
+    """Backend of causal chunks of more than `MAX_QUERIES` tokens."""
     steps: str = "sdpa"
-    """The backend of trees, of single tokens, and of what a draft reads after a step."""
+    """Backend of trees, single tokens, and a draft's reading after a step."""
     layers: str = "sdpa"
-    """The backend whose `LayerKernels` are used."""
+    """Backend of the `LayerKernels`."""
     graphs: bool = False
     """Whether steps are captured and replayed."""
 
     def attend(self, device: torch.device) -> Attend:
-        """Return the backend. Raises ValueError if it does not run on the device."""
+        """Return the attention backend.
+
+        Raises:
+            ValueError: The backend does not run on the device.
+        """
         prompts: Attend
         steps: Attend
         prompts, steps = (_named(each, load_backend, device) for each in (self.prompts, self.steps))
@@ -55,8 +58,10 @@ class Kernels:
         return chosen
 
     def of_layers(self, device: torch.device) -> LayerKernels:
-        """Return what computes between a layer's products. Raises ValueError if it does not run on
-        the device.
+        """Return the kernels of layers.
+
+        Raises:
+            ValueError: The backend does not run on the device.
         """
         found: LayerKernels = _named(self.layers, load_layer_kernels, device)
         return found
@@ -71,15 +76,15 @@ _HOPPER = (9, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A kernel that takes the place of torch's own."""
+    """A kernel that may replace torch's."""
 
     name: str
     field: Literal["prompts", "steps", "layers", "graphs"]
-    """Of `Kernels`."""
+    """Field of `Kernels`."""
     value: str | bool
 
     def among(self, kernels: Kernels) -> Kernels:
-        """Return `kernels` with this one in its place."""
+        """Return `kernels` with this kernel in its field."""
         change: dict[str, Any] = {self.field: self.value}
         return replace(kernels, **change)
 
@@ -92,8 +97,8 @@ GRAPHS = Candidate(name="captured steps", field="graphs", value=True)
 
 
 def candidates_for(capability: tuple[int, int] | None) -> tuple[Candidate, ...]:
-    """Return the candidates of a compute capability, in the order of their proof; captured steps
-    come last, since they run all others.
+    """Return the candidates of a compute capability in order; captured steps run all others and
+    come last.
     """
     if capability is None or capability < AMPERE:
         return ()
@@ -115,27 +120,26 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Names what kernels are proven for, in JSON values.
+    """The conditions of a proof, as JSON values.
 
-    Nothing in it depends on documents, a batch or the room for a cache, so that one proof holds for
-    every run of a pair.
+    They leave out documents, batches and cache size, so a proof holds for every run of a pair.
     """
 
     device: str
     dtype: str
-    """As torch calls it, such as `bfloat16`."""
+    """Name in torch, such as `bfloat16`."""
     layers: tuple[LayerShape, ...]
-    """Of the target, then of its draft if that has another shape."""
+    """Shapes of the target's layers, and of the draft's if different."""
     num_nodes: int
-    """Draft tokens of a tree, at most."""
+    """Most draft tokens of a tree."""
     depth: int
     chunk: int
-    """Tokens of a forward of a prompt."""
+    """Tokens of a prompt's forward."""
     quantize: Scheme | None = None
-    """How the target's weights are stored."""
+    """Storage of the target's weights."""
 
     def __post_init__(self) -> None:
-        """Take shapes as they come from JSON."""
+        """Convert shapes from JSON."""
         shapes = (
             each if isinstance(each, LayerShape) else LayerShape(**each) for each in self.layers
         )

@@ -1,6 +1,4 @@
-"""The check of whole steps, on a pair of tiny models with random weights, which decode in fp32 with
-the tree that is configured.
-"""
+"""The check of whole steps, on tiny random models in fp32 with the configured tree."""
 
 import copy
 import sys
@@ -38,16 +36,12 @@ _CACHE = CacheOptions(
     chunk_size=8, top_k_chunks=8, recent=16, refresh_every=3, score_layers=(-1, 2)
 )
 _OTHER = 0.02
-"""How far the draft's weights are from the target's, in standard deviations: some of its guesses
-are wrong.
-"""
+"""Standard deviations between weights of draft and target, so that some guesses are wrong."""
 _LENGTHS = ((1, 24), (63, 8), (300, 20), (17, 33)) * 2
-"""Tokens of a prompt, and new tokens, of requests after the longest one."""
+"""Prompt tokens and new tokens of requests after the longest."""
 _BATCHES = (1, 4)
 _LEAST_SHARED = 0.9
-"""Share of the trees of eager steps that replayed ones grow, too: others may differ where two
-tokens are nearly tied.
-"""
+"""Least share of eager trees that replayed steps also grow; near ties may differ."""
 
 Trees = Counter[tuple[tuple[float, ...], ...]]
 
@@ -55,12 +49,14 @@ Trees = Counter[tuple[tuple[float, ...], ...]]
 def wrong_steps(
     subject: Subject, kernels: Kernels, capture: Capture, requests: Sequence[Request]
 ) -> str:
-    """Decode with captured steps, one request at a time and in a batch; return what is wrong, or an
-    empty text.
+    """Decode with captured steps, singly and in a batch.
 
-    The tokens must be those of plain decoding in plain torch, the trees those of eager steps: a
-    draft that reads wrong rows changes no token. Others join where requests end, so that steps are
-    replayed at other lengths and places.
+    Tokens must equal plain decoding in plain torch, and trees must equal eager steps: drafts that
+    read wrong rows change no token. Requests join as others end, so steps are replayed at other
+    lengths and places.
+
+    Returns:
+        An error message, or an empty text.
     """
     pair = TinyPair(subject)
     reference = Kernels(prompts="reference", steps="reference")
@@ -83,7 +79,7 @@ def wrong_steps(
 
 
 def make_requests(longest: int = LONGEST) -> list[Request]:
-    """Make requests of random tokens, more than a batch; the first one's prompt has `longest`."""
+    """Make more requests than a batch, of random tokens; the first prompt has `longest`."""
     generator = torch.Generator().manual_seed(0)
     return [
         Request(
@@ -98,7 +94,7 @@ def make_requests(longest: int = LONGEST) -> list[Request]:
 
 
 def random_model(config: Values, device: torch.device, dtype: torch.dtype, **changes: Any) -> Any:
-    """Make a causal LM with random weights from the values of a `config.json`, with changes."""
+    """Make a causal LM with random weights from a changed `config.json`."""
     from transformers import AutoConfig, AutoModelForCausalLM  # by a process that proves nothing
 
     values = config | changes
@@ -111,7 +107,7 @@ def random_model(config: Values, device: torch.device, dtype: torch.dtype, **cha
 
 
 class TinyPair:
-    """A target whose heads have the subject's size, and a draft much like it."""
+    """A target with heads of the subject's size, and a similar draft."""
 
     vocabulary: ClassVar[int] = 500
 
@@ -139,11 +135,10 @@ class TinyPair:
         speculates: bool = True,
         trees: Trees | None = None,
     ) -> dict[str, Completion]:
-        """Decode requests in batches of at most `batch`, the same ones each time; return what came
-        of each, by name.
+        """Decode the same requests in batches of at most `batch`; return results by name.
 
         Args:
-            trees: Counts the trees that are proposed, which waits for the device.
+            trees: Counter of proposed trees, which waits for the device.
         """
         subject = self._subject
         tree = TreeOptions(nodes=subject.num_nodes, depth=subject.depth)
@@ -177,12 +172,12 @@ class TinyPair:
 
 
 class _NotingDrafter(CausalDrafter):
-    """Counts the trees that it proposes."""
+    """A drafter that counts the trees it proposes."""
 
     trees: Trees | None
 
     def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
-        """Grow trees as `CausalDrafter` does."""
+        """Grow trees as `CausalDrafter`."""
         proposed = super().propose(slots, num_nodes)
         if self.trees is not None:
             self.trees.update(
@@ -192,15 +187,15 @@ class _NotingDrafter(CausalDrafter):
 
 
 class TokenNumbers:
-    """A tokenizer whose tokens are called by their numbers."""
+    """A tokenizer that names tokens by number."""
 
     added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def decode(self, token_ids: list[int], **_: bool) -> str:
-        """Return the numbers with spaces between."""
+        """Join the numbers by spaces."""
         return " ".join(map(str, token_ids))
 
 
 def _own(model: Any) -> Any:
-    """Return a copy of a model, whose layers the engine may replace; the weights are shared."""
+    """Copy a model, sharing weights, so that the engine may replace its layers."""
     return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})

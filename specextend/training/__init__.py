@@ -1,1 +1,1 @@
-"""Distillation of drafts: their examples, their training and their evaluation."""
+"""Distillation of drafts: examples, training and evaluation."""

@@ -1,10 +1,8 @@
-"""A whole training in rounds: own answers of the target, its hidden states at them, the draft, and
-what it is worth.
+"""The rounds of a training: answers of the target, its hidden states, the draft, and an evaluation.
 
-Each round adds answers, goes on from the best draft so far with all of them, and measures the
-tokens per step that the new draft brings on held-out documents in the engine. Rounds end when that
-rises no more. One document in ten is held out. The output folder holds the best draft; its
-subfolder `work` holds what an interrupted training needs to resume.
+Each round adds answers, continues from the best draft with all of them, and measures tokens per
+step on held-out documents, a tenth of all. Rounds end when this figure stops rising. The output
+folder holds the best draft; its subfolder `work` lets an interrupted training resume.
 """
 
 import gc
@@ -47,14 +45,12 @@ from specextend.training.recording import (
 )
 
 HELD_OUT = 10
-"""One in this many documents is held out, and there are so many times fewer prompts to measure with
-than answers.
-"""
+"""Ratio of documents to held-out documents, and of answers to evaluation prompts."""
 LEAST_HELD = 4
 MOST_HELD = 64
-"""Bounds of the number of those prompts."""
+"""Bounds of the number of evaluation prompts."""
 PATIENCE = 2
-"""Rounds in a row without a better draft, after which training ends: one may be bad luck."""
+"""Rounds without a better draft before training ends."""
 FILES = ("config.json", WEIGHTS_FILE)
 """Files of a draft."""
 
@@ -64,10 +60,11 @@ def distil(
 ) -> Values:
     """Train a draft for the configuration's target on the source's text, and return its figures.
 
-    Called again with the same arguments after an interruption, it resumes; `num_rounds` may differ.
-    Raises ValueError, before the target reads anything, if `output` holds another training, if
-    there is too little text, if the target's context is too short, or if the draft to go on from
-    does not fit.
+    The same arguments resume an interrupted training; `num_rounds` may differ.
+
+    Raises:
+        ValueError: `output` holds another training, the text or the target's context is too short,
+            or the draft to start from does not fit. The target has not read anything yet.
     """
     rounds = _Rounds(config, source, options, output, show)
     while rounds.may_go_on:
@@ -76,8 +73,10 @@ def distil(
 
 
 def _read_texts(source: Source, prompts: Prompts, options: TrainOptions) -> list[Text]:
-    """Read the texts that are long enough to be answered. Raises ValueError if they are fewer than
-    two.
+    """Read the texts that are long enough.
+
+    Raises:
+        ValueError: There are fewer than two.
     """
     rows = (source.read(scanned.key) for scanned in source.scan() if scanned.error_class is None)
     texts = [
@@ -97,17 +96,19 @@ def _read_texts(source: Source, prompts: Prompts, options: TrainOptions) -> list
 
 
 def _split(texts: list[Text]) -> tuple[list[Text], list[Text]]:
-    """Split two or more texts into those to learn from and those held out."""
+    """Split texts into training and held-out texts."""
     first = min(HELD_OUT // 2, len(texts) - 1)
     learned = [text for number, text in enumerate(texts) if number % HELD_OUT != first]
     return learned, texts[first::HELD_OUT]
 
 
 def frequent_tokens(texts: Sequence[Tensor], special: Sequence[int], size: int) -> Tensor:
-    """Return `size` token ids in ascending order: the special ids and the most frequent others of
-    the texts [T].
+    """Return `size` token ids, ascending: special ids and the most frequent others of texts [T].
 
-    Ties go to the lower id. Raises ValueError if the texts have fewer different tokens.
+    Ties go to the lower id.
+
+    Raises:
+        ValueError: The texts have fewer different tokens.
     """
     kept = torch.tensor(sorted(set(special)), dtype=torch.int64)
     counts = torch.bincount(torch.cat(list(texts)), minlength=max(special, default=0) + 1)
@@ -122,8 +123,10 @@ def frequent_tokens(texts: Sequence[Tensor], special: Sequence[int], size: int) 
 
 
 def _vocabulary_of(options: TrainOptions) -> Tensor:
-    """Read which tokens the draft to go on from proposes. Raises ValueError if it is none of
-    ours.
+    """Read the vocabulary of the draft to start from.
+
+    Raises:
+        ValueError: It is not in our format.
     """
     file = Path(options.start_from, WEIGHTS_FILE)
     tensors = load_file(file) if file.exists() else {}
@@ -135,14 +138,12 @@ def _vocabulary_of(options: TrainOptions) -> Tensor:
 
 
 class _Rounds:
-    """The rounds of a training. Each ends with a point of a curve, which is kept in a file."""
+    """The rounds of a training; each adds a point to a curve in a file."""
 
     def __init__(
         self, config: RunConfig, source: Source, options: TrainOptions, output: Path, show: Show
     ):
-        """Check and read all that the rounds share, and the curve of those that have ended. Raises
-        ValueError.
-        """
+        """Check and read the inputs of all rounds, and the curve so far."""
         self._config, self._options, self._output, self._show = (
             config,
             options,
@@ -188,27 +189,25 @@ class _Rounds:
 
     @property
     def _best(self) -> Values | None:
-        """Return the best point, the first of equal ones; None before the first round."""
+        """The first of the best points; None before the first round."""
         return max(self._curve, key=lambda point: point["tokens_per_step"], default=None)
 
     @property
     def may_go_on(self) -> bool:
-        """Return True unless all rounds are done that are asked for, or the last ones have brought
-        nothing.
-        """
+        """Return True if rounds are left and the last ones helped."""
         best = self._best
         last = self._curve[-1]["round"] if self._curve else 0
         return best is None or (last < self._options.num_rounds and last - best["round"] < PATIENCE)
 
     def figures(self) -> Values:
-        """Return the curve, and which of its points is the draft in the output folder."""
+        """Return the curve and the index of the best point."""
         best = self._best
         return {"best_round": best and best["round"], "rounds": self._curve}
 
     def take_next(self) -> None:
-        """Train, measure, and copy the draft to the output folder if it is the best so far.
+        """Train and measure a draft; copy it to the output folder if it is the best.
 
-        The round ends when the curve is written. Before, the next call goes on with it.
+        A round ends when the curve is written. Until then, the next call resumes it.
         """
         number = (
             self._curve[-1]["round"] + 1 if self._curve else 0 if self._options.start_from else 1
@@ -233,19 +232,19 @@ class _Rounds:
         shutil.rmtree(self._work / f"round-{number}" / TRAINING, ignore_errors=True)
 
     def _folder(self, number: int) -> Path:
-        """Return where the draft of a round is; that of round 0 is the one to go on from."""
+        """Return the folder of a round's draft; round 0 is the draft to start from."""
         return self._work / f"round-{number}" if number else Path(self._options.start_from)
 
     def _prompts(self, texts: Sequence[Text], numbers: Iterable[int]) -> dict[int, list[int]]:
-        """Make prompts by number, cycling over the documents, which are answered whole at first if
-        they fit.
+        """Make prompts by number from the documents in turn; at first from whole documents, if they
+        fit.
         """
         size = len(texts)
         return {n: self._maker.prompt(texts[n % size], n, whole=n < size) for n in numbers}
 
     def _train(self, num_answers: int, folder: Path) -> None:
-        """Train a draft on the first `num_answers` answers, from the best one on, and write it into
-        a folder.
+        """Continue from the best draft with the first `num_answers` answers, and write the
+        result.
         """
         start = None if self._best is None else self._folder(self._best["round"])
         answers = self._answers(num_answers, start)
@@ -273,9 +272,7 @@ class _Rounds:
         train_eagle(task)
 
     def _answers(self, count: int, start: Path | None) -> dict[int, Answer]:
-        """Return the first `count` answers by number; the target gives those that are missing, with
-        the best draft.
-        """
+        """Return the first `count` answers; the target and the best draft make the missing ones."""
         folder = self._work / "answers"
         found = read_answers(folder)
         if missing := [number for number in range(count) if number not in found]:
@@ -285,7 +282,7 @@ class _Rounds:
         return {number: found[number] for number in range(count)}
 
     def _record(self, target: CachedModel, answers: dict[int, Answer]) -> list[Path]:
-        """Record answers with the target, and return the paths. Existing recordings are kept."""
+        """Record answers with the target, unless recorded; return the paths."""
         folder = self._work / "recordings"
         paths = []
         for number, answer in answers.items():
@@ -297,8 +294,10 @@ class _Rounds:
 
 
 def _claim(path: Path, settings: Values) -> None:
-    """Write the settings into the folder. Raises ValueError if it belongs to a training with other
-    settings.
+    """Write the settings into the folder.
+
+    Raises:
+        ValueError: The folder belongs to a training with other settings.
     """
     text = json.dumps(settings, indent=1, sort_keys=True)
     if path.exists() and path.read_text() != text:
@@ -334,9 +333,7 @@ documents that no round learned from: one document in ten is held out. This draf
 
 
 def write_card(output: Path, settings: Values, figures: Values) -> None:
-    """Write the model card `README.md` beside the draft: target, text, recipe and the acceptance
-    after each round.
-    """
+    """Write the model card `README.md`: target, text, recipe and the acceptance of each round."""
     target = Path(settings["target"]).name
     start = Path(settings["options"]["start_from"]).name
     options = settings["options"] | {"start_from": start}

@@ -1,15 +1,13 @@
-"""Training of an EAGLE head in our own format, with copy heads; its tensors are those of
-`drafters/formats.py`.
+"""Training of an EAGLE head in our format (`drafters/formats.py`), with copy heads.
 
-The loop is AdamW with a cosine schedule, one example in an optimizer step, and a checkpoint to
-resume from.
+It uses AdamW with a cosine schedule, an example per step, and checkpoints.
 
 A head reads a recording as slots: slot i holds the embedding of token i + 1 and the target's hidden
-state at i. From them it predicts the target's hidden state at i + 1, which decides token i + 2. The
-loss follows a head on its own output, which replaces the target's hidden state in the next slot, as
-in drafting (arXiv 2503.01840, "training-time test").
+state at i. It predicts the target's hidden state at i + 1, and so token i + 2. In the loss, its
+output replaces the target's hidden state in the next slot, as in drafting (arXiv 2503.01840,
+"training-time test").
 
-Shapes: `S` slots, `Q` of them asked, `n` some slots, `C` hidden size, `H` query heads, `K` key
+Shapes: `S` slots, `Q` queried slots, `n` some slots, `C` hidden size, `H` query heads, `K` key
 heads, `D` head size, `V` draft vocabulary.
 """
 
@@ -41,35 +39,35 @@ from specextend.training.recording import Recording, Show, TrainOptions
 
 TRAINING = "training"
 CHECKPOINT = "checkpoint.safetensors"
-"""Folder and file in the draft's folder from which an interrupted training goes on."""
+"""Path of the checkpoint in the draft's folder."""
 CHECKPOINT_S = 120.0
-"""Seconds between two checkpoints."""
+"""Seconds between checkpoints."""
 WARM_UP = 0.03
-"""Share of the steps in which the learning rate rises."""
+"""Share of steps with a rising learning rate."""
 STEP_WEIGHTS = (1.0, 0.8)
-"""Weights of the losses of the first and the second drafted token."""
+"""Loss weights of the first and second drafted token."""
 PROMPT_SLOTS = 256
-"""Number of prompt slots that a step asks for, beside all slots of the answer."""
+"""Prompt slots that a step trains, beside all slots of the answer."""
 
 
 # What it is trained from
 
 
 class Task(NamedTuple):
-    """The training of one round: what is frozen of the target, and what is learned from."""
+    """The training of a round: frozen weights of the target, and examples."""
 
     options: TrainOptions
     target: TargetOptions
     config: Any
-    """The target's configuration of transformers."""
+    """The target's configuration in transformers."""
     vocabulary: Tensor
-    """[V] int64 token ids that the draft proposes, ascending."""
+    """Token ids [V] int64 of the draft, ascending."""
     recordings: list[Path]
     """The examples."""
     start: Path | None
-    """Folder of the draft to go on from; None: a new one."""
+    """Folder of the draft to start from; None for a new draft."""
     folder: Path
-    """Where the draft is written to, and the checkpoint of its training."""
+    """Folder of the draft and its checkpoint."""
     show: Show
     embedding: Tensor
     """[tokens, C]"""
@@ -80,9 +78,7 @@ class Task(NamedTuple):
 
 
 def frozen_weights(model: Any, lm_head: Tensor) -> list[Tensor]:
-    """Copy embedding, LM head and last norm of a loaded target, as fp32 where products of bf16 are
-    slow.
-    """
+    """Copy embedding, LM head and last norm of a target, in fp32 where bf16 products are slow."""
     dtype = lm_head.dtype if multiplies_bf16(lm_head.device) else torch.float32
     weights = model.get_input_embeddings().weight, lm_head, model.model.norm.weight
     return [weight.detach().to(dtype, copy=True) for weight in weights]
@@ -92,13 +88,13 @@ def frozen_weights(model: Any, lm_head: Tensor) -> list[Tensor]:
 
 
 class EagleHead:
-    """A trainable head in fp32; embedding and LM head are the target's and stay frozen."""
+    """A trainable head in fp32, with frozen embedding and LM head of the target."""
 
     def __init__(
         self, config: EagleConfig, weights: Mapping[str, Tensor], embedding: Tensor, lm_head: Tensor
     ):
-        """Take all tensors of the config, and the target's `embedding` and `lm_head` [tokens, C],
-        on whose device the head is trained.
+        """Take the weights of the format; `embedding` and `lm_head` [tokens, C] decide the
+        device.
         """
         device = lm_head.device
         self.config = config
@@ -107,21 +103,19 @@ class EagleHead:
             for name, weight in weights.items()
             if name != VOCABULARY
         }
-        """The trained tensors by the names of the format."""
+        """Trained tensors by their names in the format."""
         self._embedding = embedding.float()
         self.target_rows = lm_head.detach()[weights[VOCABULARY].to(device)]
         exponents = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
         self._inv_freq = config.rope_theta**-exponents
 
     def keys_values(self, slots: Slots) -> tuple[Tensor, Tensor]:
-        """Compute the keys and values [n, K, D] of slots; the copy heads come last."""
+        """Compute keys and values [n, K, D] of slots, copy heads last."""
         normed = self._norm("layer.input_layernorm", self._inputs(slots))
         return self._project("k_proj", normed, slots), self._project("v_proj", normed, slots)
 
     def layer(self, slots: Slots, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-        """Compute the output [n, C] of slots that see keys and values [m, K, D] where `visible` [n,
-        m] is true.
-        """
+        """Compute outputs [n, C] of slots; `visible` [n, m] masks keys and values [m, K, D]."""
         residual = self._inputs(slots)
         normed = self._norm("layer.input_layernorm", residual)
         query = self._project("q_proj", normed, slots)
@@ -155,7 +149,7 @@ class EagleHead:
         return linear(x, self.weights[f"{name}.weight"])
 
     def _project(self, name: str, normed: Tensor, slots: Slots) -> Tensor:
-        """Compute the queries, keys or values [n, heads, D] of slots; the copy heads come last."""
+        """Compute queries, keys or values [n, heads, D] of slots, copy heads last."""
         own = self._heads(f"layer.self_attn.{name}", normed)
         if name != "v_proj":
             own = rotate(own, slots.positions, self._inv_freq)
@@ -166,7 +160,7 @@ class EagleHead:
         return torch.cat([own, self._heads(f"copy.{name}", read)], -2)
 
     def _heads(self, name: str, x: Tensor) -> Tensor:
-        """Apply a linear map and split its output into heads: x [..., in] to [..., heads, D]."""
+        """Apply a linear map and split heads: x [..., in] to [..., heads, D]."""
         return self._linear(name, x).unflatten(-1, (-1, self.config.head_dim))
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
@@ -178,12 +172,10 @@ class EagleHead:
 def _with_copy_heads(
     weights: Mapping[str, Tensor], config: EagleConfig, task: Task
 ) -> dict[str, Tensor]:
-    """Add copy heads that find earlier occurrences of the last tokens but do not change the output
-    yet.
+    """Add copy heads that find earlier occurrences of the last tokens.
 
-    Queries and keys are the same random projection of the last three tokens, so they match where
-    three, two or one of them are equal. The output projection starts at zero, so training begins at
-    the head as it was.
+    Queries and keys share a random projection of the last three tokens, so they match where any of
+    them are equal. The output projection starts at zero: the output does not change yet.
     """
     assert config.copy_heads is not None
     generator = torch.Generator().manual_seed(task.options.seed)
@@ -215,9 +207,7 @@ def _with_copy_heads(
 
 
 def new_weights(config: EagleConfig, task: Task) -> dict[str, Tensor]:
-    """Initialise a head so that it first passes the target's hidden state on; its vocabulary is not
-    among them.
-    """
+    """Initialise a head that passes on the target's hidden state; it has no vocabulary yet."""
     generator = torch.Generator().manual_seed(task.options.seed)
     shapes = config.model_copy(update={"draft_vocab_size": None, "copy_heads": None}).shapes()
     weights = {
@@ -235,22 +225,22 @@ def new_weights(config: EagleConfig, task: Task) -> dict[str, Tensor]:
 
 
 class Slots(NamedTuple):
-    """Slots of a recording; all of them are an example."""
+    """The slots of a recording, which are an example."""
 
     token_ids: Tensor
-    """[S] int64: token i + 1"""
+    """[S] int64: token i + 1."""
     history: Tensor
-    """[S, 3] int64: tokens i, i - 1, i - 2; the first token stands for those before it"""
+    """[S, 3] int64: tokens i, i - 1, i - 2; the first token stands for missing ones."""
     positions: Tensor
-    """[S] int64: i"""
+    """[S] int64: i."""
     hidden: Tensor
-    """[S, C] of the target at i"""
+    """[S, C]: hidden state of the target at i."""
     labels: Tensor
-    """[S, C] of the target at i + 1, which the head predicts"""
+    """[S, C]: hidden state of the target at i + 1, to predict."""
     shares: Tensor
-    """[S] fp32 probability that the target gives to the draft vocabulary at i + 1"""
+    """[S] fp32: the target's probability of the draft vocabulary at i + 1."""
     is_answer: Tensor
-    """[S] bool: whether token i + 1 is of the answer"""
+    """[S] bool: token i + 1 belongs to the answer."""
 
 
 def lay_out(recording: Recording) -> Slots:
@@ -267,11 +257,11 @@ def lay_out(recording: Recording) -> Slots:
 def chain(
     head: EagleHead, slots: Slots, asked: Tensor, num_steps: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Run a head on the slots `asked` [Q], then on the slots behind them with its own output as
-    features.
+    """Run a head on the slots `asked` [Q], then on the following slots with its output as features.
 
-    Yields, for each step, outputs [Q, C] and the slots [Q] with whose labels they are compared.
-    Values of a chain that has run past the last slot are meaningless.
+    Yields:
+        For each step, outputs [Q, C] and the slots [Q] of their labels. Beyond the last slot,
+        outputs have no meaning.
     """
     keys, values = head.keys_values(slots)
     visible = slots.positions <= asked[:, None]  # all slots up to itself
@@ -293,10 +283,9 @@ def chain(
 
 
 def head_loss(head: EagleHead, example: Slots, generator: torch.Generator) -> Tensor:
-    """Compute the soft cross-entropy against the target: mean over slots, weighted sum over chain
-    steps.
+    """Compute the soft cross-entropy to the target: a mean over slots, weighted over steps.
 
-    Each slot is weighted by the share of the target's probability that the draft vocabulary holds.
+    The weight of a slot is the target's probability of the draft vocabulary.
     """
     rows = head.target_rows
     slots = Slots(*(each.to(rows.device) for each in example))
@@ -341,7 +330,7 @@ def train_eagle(task: Task) -> None:
 
 
 def _new_config(task: Task) -> EagleConfig:
-    """Describe a head of one layer in the target's own shape."""
+    """Describe a head with a single layer of the target's shape."""
     shape = task.config
     return EagleConfig(
         target=Path(task.target.model).name,
@@ -362,9 +351,7 @@ def _new_config(task: Task) -> EagleConfig:
 
 
 def _fit(head: EagleHead, task: Task) -> None:
-    """Train a head on the task's recordings for `num_epochs`, from the checkpoint on if there is
-    one.
-    """
+    """Train a head on the task's recordings, from its checkpoint if any."""
     options = task.options
     examples = task.recordings
     checkpoint = task.folder / TRAINING / CHECKPOINT
@@ -399,9 +386,7 @@ def _fit(head: EagleHead, task: Task) -> None:
 
 
 def _rate(step: int, num_steps: int) -> float:
-    """Return the learning rate of a step as a factor of the peak; the cosine ends at a twentieth of
-    it.
-    """
+    """Return the learning rate relative to its peak; the cosine ends at a twentieth."""
     warm = max(1, round(WARM_UP * num_steps))
     if step < warm:
         return (step + 1) / warm
@@ -410,7 +395,7 @@ def _rate(step: int, num_steps: int) -> float:
 
 
 def _load(path: Path, head: EagleHead, optimizer: torch.optim.Optimizer) -> int:
-    """Go on from a checkpoint, and return the number of its steps; 0 if there is none."""
+    """Load a checkpoint and return its number of steps; 0 without a checkpoint."""
     if not path.exists():
         return 0
     for key, tensor in load_file(path).items():

@@ -1,9 +1,8 @@
-"""A training's settings, and what drafts learn from: prompts around documents or pieces, and the
-target's states.
+"""Settings of a training, and its examples: prompts of documents, and the target's answers and
+states.
 
-The target's own answers, given in the engine with the run's sampling, are what a draft will be
-asked for. They lie in Parquet files of a folder. The target reads each once behind its prompt, and
-its hidden states are kept in a file.
+The target answers in the engine with the run's sampling, since drafts must predict such answers.
+They lie in Parquet files. Then it reads each prompt and answer, and its hidden states go to a file.
 
 Shapes: `T` tokens, `C` hidden size, `V` vocabulary of the draft.
 """
@@ -37,9 +36,7 @@ from specextend.loading import load_engine
 from specextend.stats import DecodingStats
 
 Show = Callable[..., None]
-"""Takes the name of a stage, how much of it is done, of how much, and perhaps a detail that follows
-the numbers.
-"""
+"""Takes the name of a stage, its progress, its total, and an optional detail."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +44,17 @@ class TrainOptions:
     """Settings of a whole training. Lengths are in tokens."""
 
     start_from: str = ""
-    """Folder of a draft that `specextend train` made, to go on from with its shape and vocabulary;
-    empty: a new one.
+    """Folder of a draft by `specextend train` to continue, with its shape and vocabulary; empty: a
+    new draft.
     """
     num_rounds: int = 4
     """Most rounds of answers, training and evaluation."""
     num_answers: int = 256
-    """Own answers of the target that each round adds."""
+    """Answers of the target that each round adds."""
     min_tokens: int = 1024
-    """Shortest piece of a document that is answered; shorter documents are not used."""
+    """Shortest piece of a document to answer; shorter documents are unused."""
     max_tokens: int = 5120
-    """Longest piece of a document that is answered."""
+    """Longest piece of a document to answer."""
     vocabulary: int = 8192
     """Number of tokens that the draft can propose: all special tokens and the most frequent tokens
     of the text.
@@ -90,25 +87,27 @@ class Text(NamedTuple):
     token_ids: Tensor
     """[T] int32"""
     instruction: Around | None = None
-    """Its own; None: the run's."""
+    """Its instruction; None for the run's."""
 
 
 class Answer(NamedTuple):
-    """A prompt and the target's own answer to it."""
+    """A prompt and the target's answer."""
 
     prompt_token_ids: list[int]
     output_token_ids: list[int]
 
 
 class PromptMaker:
-    """Makes prompts of documents; the same seed gives the same."""
+    """Makes prompts of documents, determined by a seed."""
 
     def __init__(
         self, tokenizer: Any, prompts: Prompts, options: TrainOptions, max_new_tokens: int
     ):
-        """Check that the target's context has room for the shortest piece and an answer.
+        """Check the room for prompts.
 
-        Raises ValueError if it has not, and DocumentError as `Prompts.room` does.
+        Raises:
+            ValueError: The target's context is too short for a piece and an answer.
+            DocumentError: As in `Prompts.room`.
         """
         self._tokenizer = tokenizer
         self._prompts = prompts
@@ -123,10 +122,9 @@ class PromptMaker:
         self._most = min(options.max_tokens, room)
 
     def prompt(self, text: Text, number: int, *, whole: bool) -> list[int]:
-        """Make the run's prompt of a document: of the whole document if asked for, or of a random
-        piece.
+        """Make the run's prompt of a whole document, if asked for, or of a random piece.
 
-        A document that is longer than the longest piece is never answered whole.
+        Documents longer than the longest piece are never taken whole.
         """
         short = whole and len(text.token_ids) <= self._most
         piece = (
@@ -139,9 +137,7 @@ class PromptMaker:
         ).token_ids
 
     def _piece(self, text: Text, random: Random) -> list[int]:
-        """Cut a piece out of a document; short ones are as frequent as long ones on a logarithmic
-        scale.
-        """
+        """Cut a piece out of a document, with log-uniform length."""
         least = self._options.min_tokens
         most = min(self._most, len(text.token_ids))
         size = min(most, round(least * (most / least) ** random.random()))
@@ -151,20 +147,16 @@ class PromptMaker:
 
 
 class Recording(NamedTuple):
-    """The tokens of a prompt and of the answer behind it, and the target's hidden states at
-    them.
-    """
+    """A prompt, its answer, and the target's hidden states."""
 
     token_ids: Tensor
     """[T] int64"""
     hidden: Tensor
-    """[T, C] the last, after the final norm, as the LM head reads it"""
+    """[T, C] after the final norm, as the LM head reads it."""
     shares: Tensor
-    """[T] fp32 probability that the target gives to the draft's vocabulary: a draft can learn no
-    more than that
-    """
+    """[T] fp32: the target's probability of the draft's vocabulary, an upper bound for drafts."""
     is_answer: Tensor
-    """[T] bool: False for the prompt, which comes first"""
+    """[T] bool: False for the prompt, which comes first."""
 
     def save(self, path: Path) -> None:
         """Write a safetensors file atomically."""
@@ -175,14 +167,16 @@ class Recording(NamedTuple):
 
     @staticmethod
     def load(path: Path) -> Recording:
-        """Read what `save` wrote."""
+        """Read a file of `save`."""
         return Recording(**load_file(path))
 
 
 @torch.inference_mode()
 def record(target: CachedModel, vocabulary: Tensor, answer: Answer) -> Recording:
-    """Record a prompt and the answer behind it, with a target whose cache has rows for both, and
-    the token ids [V] that the draft proposes.
+    """Record a prompt and its answer; the target's cache has rows for both.
+
+    Args:
+        vocabulary: Token ids [V] of the draft.
     """
     tokens = torch.tensor(answer.prompt_token_ids + answer.output_token_ids)
     places = torch.arange(len(tokens))
@@ -207,7 +201,7 @@ def record(target: CachedModel, vocabulary: Tensor, answer: Answer) -> Recording
 
 
 ROWS = 32
-"""Answers in a file; so many are lost at most if a training is killed."""
+"""Answers in a file, and most answers lost if a training is killed."""
 TOKENS = pa.list_(pa.int32())
 SCHEMA = pa.schema(
     [("number", "int64"), ("prompt_token_ids", TOKENS), ("output_token_ids", TOKENS)]
@@ -224,9 +218,7 @@ def read_answers(folder: Path) -> dict[int, Answer]:
 def add_answers(
     config: RunConfig, prompts: Mapping[int, list[int]], folder: Path, show: Show
 ) -> None:
-    """Let the target answer prompts, by number, and write the answers into the folder as they
-    come.
-    """
+    """Let the target answer prompts, and write answers into the folder as they come."""
     rows: list[Values] = []
     try:
         for done, completion in _answered(config, prompts):
@@ -242,9 +234,7 @@ def add_answers(
 
 
 def tokens_per_step(config: RunConfig, prompts: Mapping[int, list[int]], show: Show) -> float:
-    """Measure the mean acceptance length over answers to prompts, with trees of one size in each
-    step.
-    """
+    """Measure the mean acceptance length over prompts, with trees of a fixed size."""
     if config.tree.nodes == "auto":  # it follows the machine's speed
         config = config.model_copy(
             update={"tree": replace(config.tree, nodes=config.tree.most_nodes)}
@@ -259,9 +249,7 @@ def tokens_per_step(config: RunConfig, prompts: Mapping[int, list[int]], show: S
 
 
 def with_draft(config: RunConfig, folder: Path | None) -> RunConfig:
-    """Return a run's configuration with the draft in a folder; with n-gram drafts if there is none
-    yet.
-    """
+    """Return a configuration with the draft of a folder; with n-grams if there is none yet."""
     if folder is None:
         draft = DraftOptions(kind="ngram")
     else:
@@ -276,9 +264,7 @@ def with_draft(config: RunConfig, folder: Path | None) -> RunConfig:
 def _answered(
     config: RunConfig, prompts: Mapping[int, list[int]]
 ) -> Iterator[tuple[int, Completion]]:
-    """Answer prompts with the run's limit, sampling and schema, each with a seed of its own; count
-    the answers.
-    """
+    """Answer prompts with the run's limit, sampling and schema, a seed each; count the answers."""
     options = config.decoding
     requests = (
         Request(
@@ -294,7 +280,7 @@ def _answered(
 
 
 def _write(rows: list[Values], folder: Path) -> None:
-    """Write a file named for its first number, whole or not at all; none without rows."""
+    """Write rows, if any, to a file named by its first number, atomically."""
     if rows:
         write_table(
             resolve(str(folder / f"{rows[0]['number']:06}.parquet")),

@@ -1,20 +1,19 @@
-"""What `items` does with a block of keys and a tile of rows, in LLVM IR.
+"""Operations on a block of keys and a tile of rows, in LLVM IR; `items` calls them.
 
-All memory is given by address, and strides are in bytes. Blocks of keys lie in scratch memory in
-*units* of 32 bits, whose meaning is the `element`, an argument that is only a type:
+Memory is given by addresses, and strides are in bytes. Blocks of keys lie in scratch memory in
+*units* of 32 bits. The argument `element` is only a type, and selects the layout:
 
-| element | the tensors hold | a unit is | arithmetic |
+| element | tensors hold | a unit is | arithmetic |
 |---|---|---|---|
-| float32 | fp32 | a number | fp32 |
-| uint16 | bf16 | a number, widened to fp32 | fp32 |
-| uint32 | bf16 | two numbers | avx512_bf16: products of pairs of bf16, summed in fp32 |
-| int32 | bf16 | two numbers | fp32: widened when it is multiplied with two of fp32; only weights |
-| uint8 | bytes | four numbers | sums of integers, multiplied by a scale of each group of inputs |
-| int16 | bf16 | a number | fp32: widened when it is multiplied; values that few rows attend to |
+| `FP32` | fp32 | a number | fp32 |
+| `WIDENED` | bf16 | a number, widened to fp32 | fp32 |
+| `PAIRS` | bf16 | two numbers | avx512_bf16: products of pairs, summed in fp32 |
+| `SPLIT` | bf16 | two numbers | fp32: pairs of weights are widened when multiplied |
+| `BYTES` | bytes | four numbers | sums of integers, times a scale for each group of inputs |
+| `DIRECT` | bf16 | a number | fp32: values of few rows are widened when multiplied |
 
-A row's *state* is 16 times the score that its weights are relative to, the sum of its weights in 16
-parts, and the weighted sum of the values. That score is its largest so far, or at most `MARGIN`
-below it.
+The *state* of a row is its reference score in 16 lanes, the sum of its weights in 16 parts, and the
+weighted sum of values. The reference is the largest score so far, or at most `MARGIN` below it.
 """
 
 import math
@@ -43,39 +42,35 @@ from specextend.attention.compiled.vectors import (
 )
 
 BLOCK = 64
-"""Keys that are laid out at once: four vectors of scores."""
+"""Keys of a block: four vectors of scores."""
 TILE = 6
-"""Rows of a product of vectors: with four vectors of columns their sums fill the 32 registers of
-AVX-512.
-"""
+"""Rows of a tile; with four vectors of columns, sums fill the 32 registers of AVX-512."""
 MOST_ROWS = tiles.ROWS
-"""Rows of a product at most, those of matrix tiles."""
+"""Most rows of a product, reached by matrix tiles."""
 WIDTHS = [4] * MOST_ROWS if "avx512f" in vir.processor_features() else [4, 2, 1, 1, 1, 1]
-"""Vectors of columns in a product of 1, 2, ... rows: what registers have room for."""
+"""Vectors of columns that registers hold in a product of 1, 2, ... rows."""
 AHEAD = 4096 if vir.HAS_BF16 else 2048
-"""Bytes of weights that are asked for ahead of a product of several rows, which the processor does
-not foresee; of bytes twice as many, whose products take half as long.
+"""Bytes of weights to prefetch in products of several rows, which the processor does not predict.
+Products of int8 take half the time and prefetch twice as much.
 """
 MARGIN = 8.0
-"""A row is rescaled when a weight would exceed 2 to this power; at every new largest score it would
-be 7% slower.
-"""
+"""Weights above 2 to this power rescale their row; rescaling for each new maximum is 7% slower."""
 LEAST = 2.0**-100
-"""Least of the largest numbers of a group; its inverse is finite."""
+"""Lower bound of a group's largest number, with a finite inverse."""
 HEADER = 2 * VECTOR_BYTES
 """Bytes of a row's state before its sum of values."""
 
 
 GROUP = 64
-"""Inputs of a row in bytes that share a scale."""
+"""Inputs that share a scale in a row of bytes."""
 GROUP_UNITS = 1 + GROUP // 4
-"""Units of a group. The first one is a row's scale in fp32; of a weight, 128 times the sum of the
-others, negative, since a row's bytes are 128 too large.
+"""Units of a group. The first is a scale in fp32; in weights, -128 times the sum of the others,
+because a row's bytes are 128 too large.
 """
 
 
 def units_of(element):
-    """Return the number of columns in a unit."""
+    """Return the columns of a unit."""
     return 2 if element == types.uint32 else 1
 
 
@@ -93,31 +88,31 @@ def source_bytes(element):
 
 
 def is_tiled(element):
-    """Return True if products are those of matrix tiles."""
+    """Return True if matrix tiles multiply."""
     return tiles.HAS_TILES and element == types.uint32
 
 
 @emitted(types.int64)
 def tile_rows(b, element):
-    """Return how many rows a product takes at most."""
+    """Return the most rows of a product."""
     return number(MOST_ROWS if is_tiled(element) else TILE)
 
 
 @emitted(types.int64)
 def unit_columns(b, element):
-    """Return the number of columns in a unit."""
+    """Return the columns of a unit."""
     return number(units_of(element))
 
 
 @emitted(types.int64)
 def is_widened(b, element):
-    """Return 1 if the tensors hold bf16 and arithmetic is fp32."""
+    """Return 1 for bf16 with fp32 arithmetic."""
     return number(int(element == types.uint16))
 
 
 @emitted(types.int64)
 def add_to(b, element, counter, amount):
-    """Add to a counter that threads share, and return what it was."""
+    """Add to a counter shared by threads; return its old value."""
     return b.atomic_rmw("add", vir.pointer_to(b, counter), amount, "acq_rel")
 
 
@@ -135,16 +130,15 @@ copy_row = emitted()(emit_copy)
 
 
 def smaller(b, x, y):
-    """Return the smaller of two counts."""
+    """Return the smaller count."""
     return b.select(b.icmp_signed("<", x, y), x, y)
 
 
 @emitted()
 def lay_keys(b, element, keys, stride, num_keys, head_dim, target):
-    """Transpose a block of rows to [units][BLOCK]. Rows behind the last one repeat it.
+    """Transpose a block of rows to [units][BLOCK], repeating the last row.
 
-    Where products are those of tiles, a row of the next block is asked for with each, as
-    `lay_values` does.
+    For matrix tiles, rows of the next block are prefetched meanwhile, as in `lay_values`.
     """
     last = b.sub(num_keys, number(1))
     lanes = REGISTER_LANES
@@ -177,9 +171,7 @@ def lay_keys(b, element, keys, stride, num_keys, head_dim, target):
 
 @emitted()
 def lay_values(b, element, values, stride, num_keys, num_vectors, target):
-    """Copy a block of rows as units of a column of one key, or of two. Rows behind the last one
-    repeat it.
-    """
+    """Copy a block of rows as units of one or two keys, repeating the last row."""
     width = times(b, num_vectors, VECTOR_BYTES)
 
     def copy(row):
@@ -209,9 +201,7 @@ def lay_values(b, element, values, stride, num_keys, num_vectors, target):
 
 
 def emit_num_units(b, element, num_keys):
-    """Emit how many units a column of some keys has, whole tiles of them where products are those
-    of tiles.
-    """
+    """Emit the units of a column of keys, rounded up to whole matrix tiles."""
     if units_of(element) == 1:
         return num_keys
     step = tiles.PAIRS if is_tiled(element) else 1
@@ -256,7 +246,7 @@ def numbers(element, where, shape):
 
 @numba.njit
 def place_key(element, key, head_dim, keys, column):
-    """Copy a row to a column of a block of keys that is laid out."""
+    """Copy a row to a column of a block of keys."""
     units = head_dim // unit_columns(element)
     target = numba.carray(pointer(element, keys), (units, BLOCK), np.uint32)
     source = numba.carray(pointer(element, key), units, np.uint32)
@@ -269,7 +259,7 @@ def place_key(element, key, head_dim, keys, column):
 
 @numba.njit
 def place_value(element, value, head_dim, values, row):
-    """Copy a row to a row of a block of values that is laid out, or to half of a row of pairs."""
+    """Copy a row to a row, or half a row of pairs, of a block of values."""
     if unit_columns(element) == 1:
         copy_row(element, value, head_dim // LANES, values + row * head_dim * 4)
     else:
@@ -279,7 +269,7 @@ def place_value(element, value, head_dim, values, row):
 
 @emitted()
 def fetch(b, element, source, stride, num_rows, num_lines):
-    """Ask for the cache lines of some rows, which may lie outside the tensor."""
+    """Prefetch some rows, which may lie outside the tensor."""
 
     def fetch_row(row):
         start = address(b, source, b.mul(row, stride))
@@ -296,7 +286,7 @@ def emit_product(
     b, element, rows, width, left, left_stride, right, right_stride,
     right_column, depth, sums, sums_stride, accumulate, ahead,
 ):  # fmt: skip
-    """Emit the product of a tile with all its sums in registers."""
+    """Emit the product of a tile with all sums in registers."""
     starts = [address(b, left, b.mul(left_stride, number(row))) for row in range(rows)]
     places = [
         address(b, sums, b.mul(sums_stride, number(row)), VECTOR_BYTES * column)
@@ -309,7 +299,7 @@ def emit_product(
 
 
 def emit_sums(b, element, starts, columns, right_stride, depth, places, accumulate, ahead):
-    """Emit sums of numbers of bf16 or fp32."""
+    """Emit sums of bf16 or fp32 products."""
     keep = b.icmp_signed("!=", accumulate, number(0))
     carried = [b.select(keep, load(b, place), vir.floats(0.0)) for place in places]
     sums = emit_units(b, element, starts, columns, right_stride, depth, carried, ahead)
@@ -318,7 +308,7 @@ def emit_sums(b, element, starts, columns, right_stride, depth, places, accumula
 
 
 def emit_groups(b, element, starts, columns, right_stride, depth, places, accumulate, ahead):
-    """Emit sums of the integers of a group, which its scale multiplies, and sums of these."""
+    """Emit integer sums of groups, scaled and added up."""
 
     def add_group(group):
         first = times(b, group, GROUP_UNITS)
@@ -339,9 +329,7 @@ def emit_groups(b, element, starts, columns, right_stride, depth, places, accumu
 
 
 def emit_units(b, element, starts, columns, right_stride, depth, carried, ahead):
-    """Emit the product of rows with vectors of columns, from some addresses on, added to what is
-    carried.
-    """
+    """Emit the product of rows and vectors of columns, added to `carried`."""
     numbers = 2 if element == types.int32 else 1
     kind = types.uint16 if element == types.int16 else types.uint32
     distance = 2 * AHEAD if element == types.uint8 else AHEAD
@@ -375,9 +363,9 @@ def emit_units(b, element, starts, columns, right_stride, depth, carried, ahead)
 
 @emitted()
 def round_row(b, element, x, num_groups, out):
-    """Write a row of bf16 as groups of bytes: the scale, then numbers of its 127th part, plus 128.
+    """Write a row of bf16 as groups of bytes: the scale, then numbers / scale + 128.
 
-    A number that is not finite makes the scale of its group infinite or NaN.
+    Numbers that are not finite make their group's scale infinite or NaN.
     """
 
     def round_group(group):
@@ -407,7 +395,7 @@ def round_row(b, element, x, num_groups, out):
 
 
 def widened(b, pairs):
-    """Return the first and the second numbers of pairs of bf16 as units of fp32."""
+    """Split pairs of bf16 into two vectors of fp32 units."""
     count = pairs.type.count
     return b.shl(pairs, vir.units([16] * count)), b.and_(pairs, vir.units([-(1 << 16)] * count))
 
@@ -418,11 +406,11 @@ def product(
     right_stride, right_column, depth, sums, sums_stride, accumulate,
     ahead,
 ):  # fmt: skip
-    """Multiply left [rows, depth] units by right [depth, width] vectors of units; add to sums, or
-    replace them.
+    """Multiply left [rows, depth] units by right [depth, width] vectors of units; add to or replace
+    sums.
 
-    Matrix tiles read and write `MOST_ROWS` however many there are; `ahead` is where the columns of
-    a later product are. Elsewhere what comes `AHEAD` is asked for, unless `ahead` is 0.
+    Matrix tiles always read and write `MOST_ROWS` rows, and prefetch a later product from `ahead`.
+    Otherwise `AHEAD` bytes are prefetched unless `ahead` is 0.
     """
     places = (
         left,
@@ -459,7 +447,7 @@ def product(
 
 @emitted()
 def hide_from(b, element, scores, first):
-    """Set the scores from `first` on to -inf."""
+    """Set scores from `first` on to -inf."""
     limits = vir.splat(b, b.trunc(first, vir.I32))
     for place in range(0, BLOCK, LANES):
         where = address(b, scores, 4 * place)
@@ -481,12 +469,12 @@ def add(b, x, y):
 
 
 def finite(b, x):
-    """Return 0 for -inf, so that nothing visible yet gives weights of 0 instead of NaN."""
+    """Return 0 for -inf, so that rows without visible keys get weights of 0 instead of NaN."""
     return b.select(b.fcmp_ordered("==", x, vir.floats(-math.inf)), vir.floats(0.0), x)
 
 
 def emit_scaling(b, state, num_vectors, factor):
-    """Multiply a row's sums, of weights and of values, by a vector."""
+    """Multiply a row's sums of weights and values by a vector."""
 
     def body(i):
         where = nth(b, address(b, state, VECTOR_BYTES), i)
@@ -496,9 +484,7 @@ def emit_scaling(b, state, num_vectors, factor):
 
 
 def emit_weighing(b, element, scores, state, num_vectors, factor, margin):
-    """Emit the weights of a row's block and add them to its sum; rescale the row if a score exceeds
-    the margin.
-    """
+    """Emit the weights of a row and add them to its sum, rescaling beyond the margin."""
     values = [load(b, address(b, scores, 4 * first)) for first in range(0, BLOCK, LANES)]
     peak = joined(b, values, vir.larger)
     old = load(b, state)
@@ -522,10 +508,9 @@ def weigh(
     b, element, num_rows, scores, states, num_vectors, scale: float,
     weights,
 ):  # fmt: skip
-    """Turn a tile's scores into weights, and rescale the rows whose scores have grown. Rows behind
-    them weigh nothing.
+    """Turn a tile's scores into weights, and rescale rows if scores have grown.
 
-    `scale` is the factor of scores, times log2(e).
+    `scale` is the factor of scores times log2(e). Rows after the tile get weights of 0.
     """
     factor, margin = vir.splat(b, scale), vir.splat(b, b.fdiv(ir.Constant(vir.F32, MARGIN), scale))
     state_bytes = address(b, times(b, num_vectors, VECTOR_BYTES), HEADER)
@@ -557,7 +542,7 @@ def weigh(
 
 @emitted()
 def clear(b, element, state, num_vectors):
-    """Set a row's state to that of no keys."""
+    """Reset a row's state."""
     store(b, vir.floats(-math.inf), state)
 
     def body(i):
@@ -588,9 +573,7 @@ def fold(b, element, total, part, num_vectors, scale: float):
 
 @emitted(types.float32)
 def finish(b, element, state, num_vectors, out):
-    """Write a row's result in the tensor's type, 0 if it saw no key; return the sum of its
-    weights.
-    """
+    """Write a row's result, 0 if it saw no key; return the sum of its weights."""
     weight = vir.across(b, load(b, address(b, state, VECTOR_BYTES)), add)
     none = b.fcmp_ordered("==", weight, ir.Constant(vir.F32, 0.0))
     factor = b.select(none, ir.Constant(vir.F32, 0.0), b.fdiv(ir.Constant(vir.F32, 1.0), weight))
@@ -610,5 +593,5 @@ def finish(b, element, state, num_vectors, out):
 
 @emitted(types.int64)
 def element_size(b, element):
-    """Return the size of a tensor's element."""
+    """Return the bytes of a tensor's element."""
     return number(4 if element == types.float32 else 2)

@@ -1,16 +1,14 @@
-"""The ways into the compiled kernels: attention, products, all layers of a model, and an EAGLE
-head, in a call each.
+"""Entry points of the compiled kernels: attention, products, all layers of a model, and an EAGLE
+head.
 
-A call fills records with addresses, strides and counts, and starts the threads of torch's own pool,
-which take items in turn: `items` says what they are of attention, `products` of linear layers,
-`phases` of all else.
+A call fills records with addresses, strides and counts, and starts torch's threads. They take items
+of attention (`items`), linear layers (`products`) or whole layers (`phases`).
 
-The result for a query, or a row, is bitwise the same whatever others are in the call and however
-many threads there are. That of a node of a tree is the one that its token would have behind its
-path alone: the mask says which rows those are, parents first, and each query has a copy of the last
-blocks of keys, with its path in the places after the prefix.
+The result for a query or row is bitwise independent of others in the call and of the number of
+threads. A tree node's result equals plain decoding of its path: each query has a copy of the last
+blocks of keys, with the rows of its mask after the prefix, parents first.
 
-numba is the extra `cpu`: import this module only where it is installed.
+Import this module only where numba (extra `cpu`) is installed.
 
 Shapes: `B` sequences, `T` queries or new rows of each, `R` rows in all, `M` masked keys, `S` cache
 rows, `L` layers, `H` query heads, `K` key heads, `D` head size, `C` hidden size, `I` inputs, `O`
@@ -34,18 +32,16 @@ from specextend.attention.compiled.products import BLOCK
 from specextend.attention.plan import AttentionPlan, KeySpan
 
 ROWS, MOST_ROWS = (192, 768) if tiles.HAS_TILES else (96, 96)
-"""Rows of an item of attention, and where there are items enough: whole tiles. The more it has, the
-fewer times keys are laid out.
+"""Rows of an attention item, and their limit if there are many; larger items lay out keys less
+often.
 """
 ITEMS_PER_WORKER = 4
-"""Items from which threads are busy evenly enough without dividing the keys."""
+"""Items per worker that balance threads without dividing keys."""
 ELEMENTS: dict[torch.dtype, type] = {torch.float32: np.float32, torch.bfloat16: items.BF16}
 
 
 def can_make(kernel: Callable[..., Any], *element: type) -> bool:
-    """Compile a kernel, or read it from disk; return False if numba cannot make it for this
-    processor.
-    """
+    """Compile a kernel or load it from disk; return False if numba cannot make it here."""
     try:
         kernel(*element)
     except (NumbaError, OSError, RuntimeError):
@@ -61,13 +57,14 @@ def serves(head_dim: int, dtype: torch.dtype) -> bool:
 def attend_compiled(
     q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend on the CPU with q [B, T, H, D] to the span's rows of k, v [K, S, D], which are heads
-    first.
+    """Attend on the CPU with q [B, T, H, D] to the span's rows of k, v [K, S, D].
 
-    Returns out [B, T, H, D] in q's dtype and lse [B, T, H] fp32. A query that sees no key gets out
-    0 and lse -inf. With `causal` the rows before the last T are visible to all queries, so a
-    prefill chunk needs one call. It runs on as many threads as torch. The first call of a process
-    reads the kernel from numba's cache on disk or compiles it, which takes seconds.
+    In a causal span all queries see the rows before the last T, so a prompt chunk needs a single
+    call. It uses torch's threads. The first call of a process compiles the kernel, which takes
+    seconds, or loads it from numba's cache.
+
+    Returns:
+        out [B, T, H, D] in q's dtype and lse [B, T, H] fp32; 0 and -inf for queries without keys.
     """
     assert q.dtype == k.dtype == v.dtype
     out = torch.empty(q.shape, dtype=q.dtype)
@@ -83,11 +80,9 @@ def attend_compiled(
 def _describe(
     calls: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, span: KeySpan, scale: float
 ) -> list[Tensor]:
-    """Fill the records of attention in layers, which share their memory; return the tensors that
-    they need.
+    """Fill the attention records of layers, which share memory; return the tensors to keep alive.
 
-    Rows of all key heads are divided and, where threads would lack work otherwise, the longest
-    sequence's keys.
+    Rows of all key heads are divided and, for want of items, the keys of the longest sequence.
     """
     num_sequences, num_queries, num_heads, head_dim = q.shape
     assert q.stride(3) == k.stride(2) == 1
@@ -124,14 +119,15 @@ def _describe(
 
 
 def _fill(record: Any, **values: Any) -> None:
-    """Fill fields of a record, or of several: of a tensor its address."""
+    """Set fields of one or more records; tensors become addresses."""
     for name, value in values.items():
         record[name] = value.data_ptr() if isinstance(value, Tensor) else value
 
 
 def product_of(weight: Tensor, scales: Tensor, bias: Tensor) -> Any:
-    """Make a record of `products`: a weight that is laid out, its scales and bias [O] in fp32,
-    which are to be kept.
+    """Make a record of `products` from a laid out weight, and scales and bias [O] in fp32.
+
+    The caller keeps the tensors alive.
     """
     product = np.zeros(1, products.RECORD)[0]
     _fill(product, weight=weight, scales=scales, bias=bias, is_int8=weight.dtype == torch.int8)
@@ -140,23 +136,18 @@ def product_of(weight: Tensor, scales: Tensor, bias: Tensor) -> Any:
 
 
 def _rounded_rows(num_rows: int, *calls: Any) -> Tensor:
-    """Return memory for the rounded rows of any of some products; none if none is of int8."""
+    """Return memory for rounded rows, shared by products; empty without int8."""
     most = max(int((call["num_units"] * call["is_int8"]).max()) for call in calls)
     return torch.empty(4 * num_rows * most, dtype=torch.uint8)
 
 
 def empty_rows(x: Tensor, num_rows: int, width: int) -> Tensor:
-    """Return rows [num_rows, width] in x's type without values; a whole tile of them can be
-    read.
-    """
+    """Return uninitialised rows [num_rows, width] in whole tiles of memory."""
     return x.new_empty(-(-num_rows // tiles.ROWS) * tiles.ROWS, width)[:num_rows]
 
 
 def multiply(x: Tensor, product: Any) -> Tensor:
-    """Return x [..., I] times a product's weight, with its scales and bias, as [..., O].
-
-    x is bf16. It runs on as many threads as torch.
-    """
+    """Multiply x [..., I] in bf16 by a product's weight on torch's threads; return [..., O]."""
     shape = x.shape[:-1]
     x = x.reshape(-1, x.shape[-1])
     padded = x.contiguous()
@@ -175,7 +166,7 @@ def multiply(x: Tensor, product: Any) -> Tensor:
 
 
 def _run_phases(call: Any, layers: Any, first: int, end: int) -> None:
-    """Run the phases from the kind `first` on and before `end`."""
+    """Run the phases of a call from kind `first` up to `end`."""
     own = call[0]["own"]
     num_phases = phases.NUM_KINDS + (len(layers) - 1) * phases.NUM_OF_LAYER
     counters = torch.zeros(
@@ -190,10 +181,10 @@ def _run_phases(call: Any, layers: Any, first: int, end: int) -> None:
 
 
 class Decoder:
-    """The layers of a model, with their addresses."""
+    """The layers of a model, by address."""
 
     def __init__(self, layers: Sequence[Any], scale: float):
-        """Take layers as `decoding.layers.FusedLayer`, whose products the kernel multiplies."""
+        """Take `decoding.layers.FusedLayer`s with compiled products."""
         self._kept = layers
         self._scale = scale
         calls = np.zeros(len(layers), phases.LAYER)
@@ -221,11 +212,19 @@ class Decoder:
         stored: Tensor,
         kept: Collection[int],
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run x [R, C], cos and sin [R, D], with a plan of one span, and write its rows to the
-        cache [L, 2, K, S, D].
+        """Run all layers, and write new rows to the cache. Tensors are contiguous and bf16.
 
-        Returns the output, and those of the layers `kept`. Everything is contiguous and bf16. Where
-        nobody reads more, the output [B, C] is that of each sequence's last row.
+        Args:
+            x: Inputs [R, C].
+            cos: Cosines [R, D].
+            sin: Sines [R, D].
+            plan: Plan with a single span.
+            stored: Cache [L, 2, K, S, D].
+            kept: Layers whose outputs are returned.
+
+        Returns:
+            The output [R, C], or [B, C] for the last rows if the plan has `ends_only`; and outputs
+            of the kept layers.
         """
         call = np.zeros(1, phases.RECORD)
         own = call[0]["own"]
@@ -260,11 +259,20 @@ class Decoder:
         keep: Collection[int] = (),
         queries: Tensor | None = None,
     ) -> dict[int, Tensor]:
-        """Run phases of a call, whose layers, the last ones, read x [R, C] and write outputs, for
-        all sequences as many rows.
+        """Run phases of a call for the last layers.
 
-        Returns the queries [B, T, H, D] of the layers `keep`. queries: those of a layer that begins
-        with attention.
+        Args:
+            call: Record of the call.
+            kinds: First kind of phase, and the phase after the last.
+            x: Inputs [R, C], with equally many rows per sequence.
+            outputs: Output of each layer.
+            span: Rows to attend to.
+            stored: Cache of the layers.
+            keep: Layers whose queries are returned.
+            queries: Queries of a layer that begins with attention.
+
+        Returns:
+            Queries [B, T, H, D] by layer.
         """
         calls = self._calls[-len(outputs) :].copy()
         num_keys, _, head_dim = stored.shape[2:]
@@ -301,7 +309,7 @@ class Decoder:
 
 
 class Head:
-    """An EAGLE head of ours, with its addresses."""
+    """An EAGLE head in our format, by address."""
 
     def __init__(
         self,
@@ -314,12 +322,17 @@ class Head:
         eps: float,
         num_copied: int,
     ):
-        """Take its one layer, and what stands around it.
+        """Take the head's layer and the tensors around it.
 
-        linears: the compiled products "fuse" [2C], "lm_head", and "copy" [4C] of `num_copied` heads
-        if there are any. norms: weights [C] of the embedding, the features and the output, by names
-        of `phases.Call`. angles [2, positions, D]: cosines, and sines, whose first half is
-        negative.
+        Args:
+            layer: Its only layer.
+            linears: Compiled products "fuse" [2C], "lm_head", and "copy" [4C] for copy heads.
+            norms: Weights [C] of embedding, features and output, by fields of `phases.Call`.
+            embedding: Embedding of the target.
+            vocabulary: Token ids that the head proposes.
+            angles: Cosines and sines [2, positions, D]; the first half of sines is negative.
+            eps: Epsilon of the norms.
+            num_copied: Copy heads.
         """
         self._kept = linears, norms, embedding, angles
         self._layer = layer
@@ -342,13 +355,19 @@ class Head:
         num_levels: int,
         least_gain: float,
     ) -> tuple[Tensor, Tensor]:
-        """Read what was decided, the roots last, and grow trees as `decoding.tree.grow_trees` does;
-        keys and values go to the cache [1, 2, K, S, D].
+        """Read decided tokens, roots last, and grow trees as `decoding.tree.grow_trees`.
 
-        texts [B, 3 + T], those last that were decided, and features [B, T, C] before each of the
-        last T. sequences [B, 3]: first row in the cache, rows that are visible afterwards, and how
-        many tokens were decided. Returns all nodes that were found, token ids, parents and depths
-        [3, B, P], and log_probs [B, P].
+        Args:
+            texts: Last tokens [B, 3 + T].
+            features: Features [B, T, C] before each of the last T tokens.
+            sequences: [B, 3]: first cache row, visible rows afterwards, number of decided tokens.
+            stored: Cache [1, 2, K, S, D] to write.
+            num_nodes: Most nodes of a tree.
+            num_levels: Most levels.
+            least_gain: Expected tokens for which a level is added.
+
+        Returns:
+            All nodes, as token ids, parents and depths [3, B, P], and log_probs [B, P].
         """
         batch, width, size = features.shape
         most_rows = num_nodes * (num_levels - 1)
@@ -396,9 +415,7 @@ class Head:
 
 
 def _roots(token_ids: Tensor, width: int, most_pooled: int) -> Tensor:
-    """Return the nodes [B, P, 6] of trees that have but their roots [B], each the last of `width`
-    rows.
-    """
+    """Return pools [B, P, 6] with only roots [B], each the last of `width` rows."""
     batch = len(token_ids)
     pool = torch.zeros(batch, most_pooled, 6, dtype=torch.int64)
     pool[:, 0, phases.TOKEN] = token_ids
@@ -409,10 +426,9 @@ def _roots(token_ids: Tensor, width: int, most_pooled: int) -> Tensor:
 
 @cache
 def _thread_pool() -> Any:
-    """Return `GOMP_parallel` of the OpenMP library that torch uses, or None: then one thread does
-    all.
+    """Return `GOMP_parallel` of torch's OpenMP library, or None to use a single thread.
 
-    A second pool, such as numba's own, would slow torch's down: idle threads spin for milliseconds.
+    A second pool, such as numba's, slows torch down, because idle threads spin for milliseconds.
     """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
@@ -422,12 +438,12 @@ def _thread_pool() -> Any:
 
 
 def num_workers() -> int:
-    """Return on how many threads kernels run: as many as torch has."""
+    """Return the number of threads of a call."""
     return torch.get_num_threads() if _thread_pool() else 1
 
 
 def _run_on_all(entry: Any, call: Any) -> None:
-    """Call numba's `entry` with a record on each of `num_workers()` threads."""
+    """Call numba's `entry` with a record on each worker thread."""
     address = ctypes.c_void_p(call.ctypes.data)
     if num_workers() == 1:
         entry.ctypes(address)

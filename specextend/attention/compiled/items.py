@@ -1,9 +1,7 @@
-"""Attention of one work item: some rows of a key head, over a split of the keys or all of them;
-compiled by numba.
+"""Attention of a work item: some rows of a key head, over all keys or a split of them.
 
 Blocks of keys are laid out in scratch memory, multiplied with tiles of rows and weighed by an
-online softmax. Splits are added up in order. `element` is an argument that is only a type, as in
-`blocks`.
+online softmax. Splits are added in order. `element` is a layout of `blocks`.
 """
 
 import math
@@ -20,9 +18,9 @@ from specextend.attention.compiled.blocks import BLOCK, HEADER, MOST_ROWS, WIDTH
 from specextend.attention.compiled.vectors import LANES, VECTOR_BYTES
 
 SPLIT = 512
-"""Keys whose results are added up before those of the next ones; a multiple of BLOCK."""
+"""Keys of a split, a multiple of BLOCK."""
 BF16 = np.uint32 if vir.HAS_BF16 else np.uint16
-"""What bf16 is as an element."""
+"""Layout of bf16."""
 
 LN_2 = math.log(2)
 
@@ -35,22 +33,22 @@ inlined = numba.njit(inline="always")
 
 
 class KernelCall(NamedTuple):
-    """One call's tensors by address, their strides in bytes, and its sizes."""
+    """A call's tensors by address, their strides in bytes, and its sizes."""
 
     q: int
     q_token: int
     k: int
     v: int
     head: int
-    """Of keys and of values, as `row`."""
+    """Stride of keys and values, as is `row`."""
     row: int
     out: int
     lse: int
-    """0: not wanted."""
+    """0 if not wanted."""
     places: int
-    """[2, B] int64: first row and number of rows."""
+    """[2, B] int64: first row, number of rows."""
     mask: int
-    """[B, T, M] bytes, of the last M keys; 0: none."""
+    """[B, T, M] bytes for the last M keys; 0 for none."""
     mask_width: int
     """M; 0 without a mask."""
     causal: int
@@ -61,18 +59,16 @@ class KernelCall(NamedTuple):
     """Query heads of a key head."""
     head_dim: int
     rows: int
-    """Rows of an item at most."""
+    """Most rows of an item."""
     num_parts: int
-    """Items that share the keys of some rows: one for each split of the longest sequence, or 1."""
+    """Items that divide the keys of some rows: splits of the longest sequence, or 1."""
     workspace: int
-    """Scratch memory of each worker."""
+    """Scratch memory of workers."""
     parts: int
-    """The states of each part."""
+    """States of parts."""
     scale: float
     counters: int
-    """int64, 0 at first: workers, items begun, and for each item, parts aside, its parts that are
-    done.
-    """
+    """int64, initially 0: workers, items begun, and parts done of each item."""
 
 
 class WorkItem(NamedTuple):
@@ -86,7 +82,7 @@ class WorkItem(NamedTuple):
     length: int
     first_masked: int
     first_own: int
-    """The block from which on each query has keys of its own."""
+    """First block with separate keys for each query."""
 
 
 class Scratch(NamedTuple):
@@ -103,7 +99,7 @@ class Scratch(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """Rows of units or of numbers in memory."""
+    """Rows of units or numbers in memory."""
 
     start: int
     stride: int
@@ -115,16 +111,14 @@ class Wide(NamedTuple):
     start: int
     stride: int
     column: int
-    """From one vector of a row to the next."""
+    """Stride between vectors of a row."""
 
 
 RECORD = np.dtype([*KernelCall.__annotations__.items()])
 
 
 def padded_rows(rows):
-    """Return for how many rows there must be memory: products of tiles write whole ones, from any
-    row on.
-    """
+    """Return the rows that need memory: matrix tiles write whole tiles from any row on."""
     return rows + MOST_ROWS - 1
 
 
@@ -132,9 +126,7 @@ memory_rows = numba.njit(padded_rows)
 
 
 def divide(head_dim, rows, base):
-    """Divide the memory of a worker, which begins at `base`. rows: as `padded_rows` returns
-    them.
-    """
+    """Divide a worker's memory from `base` on, for rows from `padded_rows`."""
     block = BLOCK * head_dim * 4
     tile = MOST_ROWS * BLOCK * 4
     states = rows * (HEADER + head_dim * 4)
@@ -159,7 +151,7 @@ def state_of(call, states, row):
 
 @numba.njit
 def num_visible(call, item, row):
-    """Return the number of keys up to the last one that a row sees, those of a tree aside."""
+    """Return the number of keys up to the last visible to a row, apart from trees."""
     if call.causal == 0:
         return item.length
     return item.length - call.num_queries + (item.first_row + row) // call.group + 1
@@ -181,9 +173,7 @@ def multiply(element, rows, width, left, right, depth, sums, accumulate, ahead):
 
 @numba.njit
 def hide(element, call, item, scores, block, row, num_rows, seen):
-    """Set the scores that a tile's rows do not see to -inf; none sees more than `seen` keys of the
-    block.
-    """
+    """Hide scores from a tile's rows; each row sees at most `seen` keys of the block."""
     if min(seen, num_visible(call, item, row) - block) == BLOCK:
         return
     for i in range(num_rows):
@@ -193,9 +183,7 @@ def hide(element, call, item, scores, block, row, num_rows, seen):
 
 @numba.njit
 def takes_values_as_they_are(element, item, block):
-    """Return True if a block's values are used once, so that widening them on the way takes no
-    longer.
-    """
+    """Return True if a block's values are used once, so laying them out does not pay."""
     is_once = item.num_rows <= blocks.tile_rows(element) and block < item.first_own
     return blocks.is_widened(element) != 0 and is_once
 
@@ -208,9 +196,7 @@ def values_of(call, item, block):
 
 @inlined
 def attend_tile(element, call, item, scratch, states, block, row, num_rows, seen):
-    """Attend with a tile of rows to the block that is laid out, of which they see `seen` keys at
-    most.
-    """
+    """Attend with a tile of rows to at most `seen` keys of the block in scratch memory."""
     columns = blocks.unit_columns(element)
     head_bytes = 4 * call.head_dim
     queries = Matrix(scratch.queries + row * head_bytes // columns, head_bytes // columns)
@@ -246,11 +232,10 @@ def attend_tile(element, call, item, scratch, states, block, row, num_rows, seen
 
 @numba.njit
 def place_own(element, call, item, scratch, block, row):
-    """Put the masked keys that a row's query sees, and their values, where they would stand without
-    the others.
+    """Place the masked keys and values that a row's query sees as if there were no others.
 
-    So a node of a tree attends to its path as plain decoding does to the same tokens, in the same
-    order. Returns how many keys of the block the query sees.
+    So a tree node attends to its path in the order of plain decoding. Returns how many keys of the
+    block the query sees.
     """
     query = item.sequence * call.num_queries + (item.first_row + row) // call.group
     mask = numba.carray(
@@ -271,9 +256,7 @@ def place_own(element, call, item, scratch, block, row):
 
 @inlined
 def attend_split(element, call, item, scratch, states, first, last):
-    """Attend to the keys from `first` to `last`, while those of the next block are on their way
-    from memory.
-    """
+    """Attend to the keys from `first` to `last`, prefetching the next block."""
     vectors = call.head_dim // LANES
     lines = call.head_dim * blocks.element_size(element) // VECTOR_BYTES
     tile_rows = blocks.tile_rows(element)
@@ -340,7 +323,7 @@ def write_results(element, call, item, totals):
 
 @numba.njit
 def find_item(element, call, number):
-    """Return the rows of the item with a number, parts aside."""
+    """Return the rows of an item by its number, apart from parts."""
     rest, key_head = divmod(number, call.num_key_heads)
     sequence, row_block = divmod(rest, num_row_blocks(call))
     first_row = row_block * call.rows
@@ -355,9 +338,7 @@ def find_item(element, call, number):
 
 @inlined
 def run_item(element, call, scratch, number):
-    """Attend with some rows to one split, or to all; the worker that is last to finish a split adds
-    them up.
-    """
+    """Attend with some rows to one part or to all keys; the last worker adds the parts."""
     which, part = divmod(number, call.num_parts)
     item = find_item(element, call, which)
     lay_queries(element, call, item, scratch)
@@ -395,13 +376,13 @@ def add_up(element, call, item, totals, states):
 
 @numba.njit
 def num_row_blocks(call):
-    """Return how many items have the rows of a key head, parts aside."""
+    """Return the items of a key head, apart from parts."""
     return (call.num_queries * call.group + call.rows - 1) // call.rows
 
 
 @numba.njit
 def num_items(call):
-    """Return the number of items of a call."""
+    """Return the items of a call."""
     return call.num_sequences * call.num_key_heads * num_row_blocks(call) * call.num_parts
 
 
@@ -415,7 +396,7 @@ def memory_of(call, worker):
 
 @inlined
 def work(element, call):
-    """Take items until none is left. Every worker of a call runs this once."""
+    """Take items until none is left, on each worker of a call."""
     scratch = memory_of(call, blocks.add_to(element, call.counters, 1))
     number = blocks.add_to(element, call.counters + 8, 1)
     tiles.configure(element)
@@ -427,8 +408,8 @@ def work(element, call):
 
 @cache
 def kernel(element: type):
-    """Compile `work` for an element, or read it from numba's cache on disk: a function of a
-    `RECORD`'s address.
+    """Compile `work` for a layout, or load it from numba's cache: a function of a `RECORD`'s
+    address.
     """
     version = (element(0), vir.VERSION)
 

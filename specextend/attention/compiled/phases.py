@@ -1,18 +1,14 @@
-"""All phases of a call: layers one after the other, and what stands before and behind those of an
-EAGLE head.
+"""The phases of a call: the layers of a model, and the steps around the layer of an EAGLE head.
 
-A *phase*, such as a product or attention, is a number of items. Workers take items of a phase until
-none is left and wait until all are done, so one that is held up delays the others by its item
-alone. One worker alone prepares what follows, and says how many items each phase has. So a call is
-some phases of many: all layers of a model, one product, or what a head does to read what was
-decided, or to grow the trees of a batch.
+A *phase*, such as a product or attention, is a number of items. Workers take items until none is
+left, and wait until all are done, so a slow worker delays others by one item. A single worker
+prepares a level of phases and counts their items.
 
-A tree grows level by level. The children of a level's nodes are ranked, the likeliest join the pool
-of all nodes, and those of them that are among the best so far are the rows of the next level
+A tree grows level by level. Children of a level are ranked, and the likeliest join the pool of
+nodes. The new nodes among the best so far become the rows of the next level
 (`decoding.tree.grow_trees`).
 
-The result for a row is bitwise the same whatever other rows are in the call and however many
-threads there are.
+The result for a row is bitwise independent of other rows and of the number of threads.
 
 Shapes: `B` sequences, `F` rows of each, `R` rows in all, `C` hidden size, `V` tokens that the head
 proposes, `D` head size, `P` nodes of a pool, `M` nodes so far that were rows.
@@ -51,49 +47,43 @@ from specextend.attention.compiled.vectors import (
 
 PREPARE, EMBED, FUSE, COPY, INPUT_NORM, QKV, ROTATE, ATTEND, ROUND_MIXED = range(9)
 O_PROJ, POST_NORM, GATE_UP, ROUND_GATED, DOWN_PROJ, NORM, LOGITS, RANK, NUM_KINDS = range(9, 18)
-"""Kinds of phases. Those from INPUT_NORM to DOWN_PROJ come once for each layer."""
+"""Kinds of phases; INPUT_NORM to DOWN_PROJ repeat for each layer."""
 NUM_OF_LAYER = NORM - INPUT_NORM
 """Phases of a layer."""
 LINE = 64
-"""Bytes of a cache line: what threads count in has one of its own."""
+"""Bytes of a cache line; each counter has a separate line."""
 TOKEN, PARENT, DEPTH, PLACE, IS_BEST, ROW = range(6)
-"""Columns of a pool: a node's place among all that were rows, 1 if it is a best one, its row in its
-level.
-"""
+"""Columns of a pool. PLACE counts nodes that were rows, ROW is the row in the node's level."""
 SOURCE, NODE, CURSOR, READ = range(4)
-"""Columns of rows: the row of `sources`, the node, how many of its children the pool has, and the
-tokens it reads.
-"""
+"""Columns of rows: row of `sources`, node, number of children in the pool, tokens to read."""
 START, VISIBLE, COUNT = range(3)
-"""Columns of sequences: first row in the cache, rows that are visible once what was decided is
-read, and how many of them that is.
-"""
+"""Columns of sequences: first cache row, visible rows after reading, number of decided tokens."""
 BEFORE = 3
-"""Tokens before those that were decided."""
+"""Tokens before the decided ones."""
 NEVER = -1e4
-"""Least log probability of a path; that of NaN, too."""
+"""Lower bound of a path's log probability, also used for NaN."""
 ROWS = 4
 """Rows of an item between products."""
 SPINS = 2000
-"""Looks at a counter, some tens of microseconds, before a worker that waits gives its processor
-away: beside another busy process it may be what the one that is held up waits for.
+"""Polls of a counter, some tens of microseconds, before a waiting worker yields its processor. On a
+busy machine, the slow worker may need it.
 """
 PRODUCTS = (FUSE, COPY, QKV, O_PROJ, GATE_UP, DOWN_PROJ, LOGITS)
-"""The kinds that are products."""
+"""Kinds that are products."""
 OF_LAYER = ("qkv", "o_proj", "gate_up", "down_proj")
 OTHERS = ("fuse", "copy", "lm_head")
-"""The products of a layer, and all others."""
+"""Products of a layer, and all others."""
 BITS = np.uint32(0)  # an element that is copied as it is
 ELEMENT = products.ELEMENT(0)
 
 
 class LayerCall(NamedTuple):
-    """Hold the weights of a layer's norms by address."""
+    """Norm weights of a layer, by address."""
 
     input_norm: int
     post_norm: int
     query_norm: int
-    """[D]; 0: heads are not normalised."""
+    """[D]; 0 without norms of heads."""
     key_norm: int
     eps: float
 
@@ -108,39 +98,37 @@ LAYER = np.dtype(
 
 
 class Call(NamedTuple):
-    """Hold what phases share, and what stands between the products of a head, by address, and
-    sizes.
-    """
+    """Values shared by phases, tensors of a head by address, and sizes."""
 
     first: int
-    """The first kind of phases that have items."""
+    """First kind with items."""
     end: int
-    """The phase after the last of them, which is a kind where there is one layer."""
+    """Phase after the last with items."""
     layers: int
     """`LAYER` records."""
     num_layers: int
     workspace: int
     """Memory of workers for products."""
     counters: int
-    """int64, 0 at first: workers, and for each phase items begun of each share, then items done,
-    behind it their number.
+    """int64, initially 0: workers; for each phase, items begun by share, items done, and the number
+    of items.
     """
     num_shares: int
-    """Shares of a phase's items. A worker begins with its own, whose rows it has in its cache from
-    the phase before, and then helps with the others.
+    """Shares of a phase's items. A worker starts with its share, with rows still in its cache, and
+    then helps others.
     """
     num_rows: int
     cos: int
-    """[positions, D], as `sin`, whose first half is negative."""
+    """[positions, D], as `sin`; the first half of sines is negative."""
     sin: int
     positions: int
     """[R] int64"""
     cache_rows: int
-    """[R] int64, to be written."""
+    """[R] int64 rows to write."""
     copied: int
-    """[R, heads, D], queries, keys and values that are copied as they are."""
+    """[R, heads, D] queries, keys and values to copy."""
     num_copied: int
-    """Key heads among them, the last ones of the cache."""
+    """Copied key heads, the last ones of the cache."""
     embedding: int
     embedding_norm: int
     feature_norm: int
@@ -148,38 +136,38 @@ class Call(NamedTuple):
     vocabulary: int
     """[V] int64 token ids."""
     num_read: int
-    """Tokens that a row reads: its own, and those before it."""
+    """Tokens that a row reads: its token and earlier ones."""
     tree_rows: int
     """[R, 8] int64"""
     sequences: int
     """[B, 3] int64"""
     texts: int
-    """[B, BEFORE + T] int64 tokens, those last that were decided, the root behind all."""
+    """[B, BEFORE + T] int64 tokens, roots last."""
     num_decided: int
-    """T, of which a sequence's last `COUNT` ones were decided."""
+    """T; the last `COUNT` tokens of a sequence are new."""
     sources: int
-    """Rows of C: the features of the target, or the head's own outputs."""
+    """Rows [C]: target features, or outputs of the head."""
     pool: int
     """[B, P, 6] int64"""
     log_probs: int
-    """[B, P] fp32, of paths"""
+    """[B, P] fp32 of paths."""
     best_tokens: int
     """[R, num_best] int64"""
     best: int
-    """[R, num_best] fp32, log probabilities after the row."""
+    """[R, num_best] fp32 log probabilities after the row."""
     num_sequences: int
     num_nodes: int
     num_best: int
     num_levels: int
-    """0: no tree grows."""
+    """0 if no tree grows."""
     most_pooled: int
     num_pooled: int
     num_expanded: int
     is_done: int
     least_gain: float
-    """Of a level, in tokens to expect, in the mean of all sequences."""
+    """Expected tokens that a level must add, as a mean of sequences."""
     expected: float
-    """Path probabilities of the best nodes so far."""
+    """Sum of path probabilities of the best nodes so far."""
     eps: float
 
 
@@ -225,7 +213,7 @@ def normalise(b, element, x, weight, num_vectors, eps: float, out):
 
 @emitted()
 def turn(b, element, head, cos, sin, num_vectors, out):
-    """Apply RoPE to a head, whose halves have `num_vectors` each; `out` may be the head."""
+    """Apply RoPE to a head with halves of `num_vectors`; `out` may be the head."""
     half = times(b, num_vectors, VECTOR_BYTES // 2)
 
     def body(i):
@@ -242,20 +230,20 @@ def turn(b, element, head, cos, sin, num_vectors, out):
 
 @emitted(types.int64)
 def look_at(b, element, counter):
-    """Read a counter that other threads add to, after a pause."""
+    """Read a shared counter after a pause."""
     vir.call(b, ir.VoidType(), "llvm.x86.sse2.pause")
     return b.load_atomic(vir.pointer_to(b, counter), "acquire", 8, typ=vir.I64)
 
 
 @emitted()
 def give_way(b, element):
-    """Let another thread have the processor."""
+    """Yield the processor to another thread."""
     vir.call(b, vir.I32, "sched_yield")
 
 
 @numba.njit
 def wait_for(element, counter, count):
-    """Wait until a counter is `count`."""
+    """Wait until a counter reaches `count`."""
     looks = 0
     while look_at(element, counter) < count:
         looks += 1
@@ -265,7 +253,7 @@ def wait_for(element, counter, count):
 
 @numba.njit
 def normalise_rows(element, source, weight, width, eps, out, num_rows, number):
-    """Write the norm of an item's rows, of `width` numbers each."""
+    """Write the norm of an item's rows of `width` numbers."""
     for row in range(number * ROWS, min(num_rows, (number + 1) * ROWS)):
         place = row * width * 2
         normalise(element, source + place, weight, width // LANES, eps, out + place)
@@ -273,9 +261,7 @@ def normalise_rows(element, source, weight, width, eps, out, num_rows, number):
 
 @numba.njit
 def rotate_rows(element, own, layer, number):
-    """Apply RoPE to an item's queries and keys, and write keys and values to the cache; copy those
-    of `own.copied`.
-    """
+    """Apply RoPE to an item's rows, write keys and values to the cache, and copy `own.copied`."""
     call = layer.attention
     norms = layer.own
     head_bytes = 2 * call.head_dim
@@ -322,7 +308,7 @@ def rows_of(element, own):
 
 @emitted(types.float32)
 def log_sum(b, element, logits, num_vectors):
-    """Return the logarithm of the sum of the exponentials of numbers in bf16, to the base 2."""
+    """Return the base-2 logarithm of the sum of exponentials of bf16 numbers."""
     factor = vir.floats(math.log2(math.e))
 
     def at(i):
@@ -343,7 +329,7 @@ def log_sum(b, element, logits, num_vectors):
 
 @emitted(types.int64)
 def lanes_above(b, element, logits, least: float):
-    """Return which of 16 numbers in bf16 are above one, a bit for each."""
+    """Return a bit mask of the lanes, out of 16 in bf16, above `least`."""
     above = b.fcmp_ordered(">", load_wide(b, logits), vir.splat(b, least))
     return b.zext(b.bitcast(above, vir.I16), vir.I64)
 
@@ -415,8 +401,8 @@ def add_children(element, own, sequence, pool, log_probs, count):
 
 @numba.njit
 def mark_best(pool, log_probs, count, most):
-    """Mark the `most` likeliest of `count` nodes, of two equal ones the earlier; return the sum of
-    probabilities.
+    """Mark the `most` likeliest of `count` nodes, earlier ones first; return their total
+    probability.
     """
     pool[:count, IS_BEST] = 0
     total = 0.0
@@ -432,7 +418,7 @@ def mark_best(pool, log_probs, count, most):
 
 @numba.njit
 def pool_of(element, own, sequence):
-    """Return the nodes [P, 6] of a sequence, and their log probabilities [P]."""
+    """Return the nodes [P, 6] and log probabilities [P] of a sequence."""
     place = sequence * own.most_pooled
     pool = integers(element, own.pool + 8 * 6 * place, (own.most_pooled, 6))
     return pool, numbers(element, own.log_probs + 4 * place, own.most_pooled)
@@ -440,7 +426,7 @@ def pool_of(element, own, sequence):
 
 @numba.njit
 def choose_rows(element, own, first, width):
-    """Let the best of the newest nodes, those from `first` on, be the rows of the next level."""
+    """Make the best new nodes, from `first` on, the rows of the next level."""
     own.num_rows = own.num_sequences * width
     rows = rows_of(element, own)
     row = 0
@@ -455,10 +441,9 @@ def choose_rows(element, own, first, width):
 
 @numba.njit
 def describe_rows(element, own, attention, level):
-    """Describe the rows of a level: tokens, sources, positions, places, mask.
+    """Describe the rows of a level: tokens, sources, positions, cache rows, mask.
 
-    Those of the first one read what was decided, each all before it; the last is the root. Of the
-    others the nodes are known.
+    Rows of the first level read decided tokens in order, the root last.
     """
     width = own.num_rows // own.num_sequences
     before = own.num_expanded
@@ -515,9 +500,7 @@ def describe_rows(element, own, attention, level):
 
 @numba.njit
 def add_level(element, own, level):
-    """Append the children of the last level; return how many rows of each sequence the next one
-    has.
-    """
+    """Append the children of the last level; return the next level's rows per sequence."""
     first = own.num_pooled
     width = 0
     expected = 0.0
@@ -539,7 +522,7 @@ def add_level(element, own, level):
 
 @numba.njit
 def product_of(call, layer, kind):
-    """Return the product of a kind of phase that is one."""
+    """Return the product of a phase."""
     if kind == FUSE:
         return call.fuse
     if kind == COPY:
@@ -555,14 +538,14 @@ def product_of(call, layer, kind):
 
 @numba.njit
 def place_of(own, phase):
-    """Return the kind of a phase, and its layer."""
+    """Return the kind and the layer of a phase."""
     layer = min(max(0, (phase - INPUT_NORM) // NUM_OF_LAYER), own.num_layers - 1)
     return phase - layer * NUM_OF_LAYER, layer
 
 
 @numba.njit
 def count_items(call, layer, kind):
-    """Return the number of items of a phase."""
+    """Return the items of a phase."""
     num_rows = call.own.num_rows
     if kind in PRODUCTS:
         return products.num_items(product_of(call, layer, kind), num_rows)
@@ -575,9 +558,7 @@ def count_items(call, layer, kind):
 
 @numba.njit
 def prepare(element, call, layers, counter, level):
-    """Prepare a level, of which one worker does this alone; `counter` is that of its first
-    phase.
-    """
+    """Prepare a level on a single worker, with the counter of its first phase."""
     own = call.own
     if level > 0:
         if add_level(element, own, level) == 0:
@@ -600,9 +581,7 @@ def prepare(element, call, layers, counter, level):
 
 @numba.njit
 def embed_rows(element, call, layer, number):
-    """Write what an item's rows read: their tokens' embeddings, normalised, and the features before
-    them.
-    """
+    """Write inputs of an item's rows: normalised embeddings and features."""
     own = call.own
     num_vectors = layer.o_proj.num_blocks * products.VECTORS
     row_bytes = num_vectors * 2 * LANES
@@ -663,7 +642,7 @@ def run_item(element, call, layer, kind, scratch, sums, number):
 
 @numba.njit
 def work(element, call):
-    """Take items of all phases in order. Every worker of a call runs this once."""
+    """Take items of all phases in order, on each worker of a call."""
     own = call.own
     layers = numba.carray(layers_at(element, own.layers), own.num_layers)
     worker = add_to(element, own.counters, 1)
@@ -697,7 +676,7 @@ def work(element, call):
 
 @cache
 def kernel():
-    """Compile `work`, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
+    """Compile `work`, or load it from numba's cache: a function of a `RECORD`'s address."""
     version = (items.BF16(0), vir.VERSION)
 
     # which caches by this file alone

@@ -1,20 +1,16 @@
-"""Products with the weight of a linear layer in bf16 or int8, compiled by numba for processors with
-AVX2 or more.
+"""Products of linear layers in bf16 or int8, for processors with AVX2 or more.
 
-The weight is laid out once, in blocks of `BLOCK` outputs whose inputs stand in units of 32 bits:
-pairs of bf16, or groups of bytes. An item of work is a block of up to `ROWS` rows of x. They are
-multiplied with `DEPTH` units at a time, a part of the weight that stays in a core's cache
-meanwhile, so few rows read the weight from memory once. Sums are fp32. Without avx512_bf16 pairs
-are widened to fp32 in registers, and x before.
+The weight is laid out once, in blocks of `BLOCK` outputs with inputs in units of 32 bits: pairs of
+bf16 or groups of bytes. An item of work is a block for up to `ROWS` rows of x. They are multiplied
+`DEPTH` units at a time, so this part of the weight stays in a core's cache, and few rows read the
+weight from memory once. Sums are fp32. Without avx512_bf16, pairs are widened to fp32 in registers,
+and x beforehand.
 
-For a weight in int8 `round_rows` rounds x to bytes first, with a scale for each `GROUP` of a row's
-inputs. Products of a group are summed as integers, exactly, and groups in fp32, in order; an
-output's scale multiplies its sum.
+For int8, `round_rows` first rounds x to bytes, with a scale for each `GROUP` inputs. Integer sums
+of a group are exact; groups are added in fp32, in order, and scaled by output.
 
-The result for a row is bitwise the same whatever other rows are in the call and however many
-threads there are.
-
-numba is the extra `cpu`: import this module only where it is installed.
+The result for a row is bitwise independent of other rows and of the number of threads. Import this
+module only where numba (extra `cpu`) is installed.
 
 Shapes: `T` rows, `I` inputs, `O` outputs.
 """
@@ -58,61 +54,55 @@ VECTORS = 4
 BLOCK = VECTORS * LANES
 """Outputs of a block."""
 ROWS = 256 if HAS_TILES else 96
-"""Rows of an item at most; a multiple of a tile's."""
+"""Most rows of an item; a multiple of a tile's."""
 DEPTH = 96 if HAS_TILES else 1024 if HAS_BF16 else 256
-"""Units whose weights are read for all rows of an item before the next ones: what a core's cache
-holds.
-"""
+"""Units multiplied for all rows of an item before the next ones, limited by a core's cache."""
 BYTES_DEPTH = (1024 if REGISTER_LANES == LANES else 256) // GROUP_UNITS * GROUP_UNITS
-"""The same in bytes, whole groups."""
+"""Likewise for bytes, in whole groups."""
 BYTES = np.uint8(0)
-"""The element of a weight in int8."""
+"""Layout of a weight in int8."""
 ELEMENT: Any = np.uint32 if HAS_BF16 else np.int32
 _TILE = tiles.ROWS if HAS_TILES else TILE if HAS_BF16 else 5
 """Rows of a tile."""
 _IN_COLUMNS = not HAS_BF16
-"""Whether a block's vectors lie one behind the other, each with all pairs, because a tile has one
-of them.
-"""
+"""Whether a block stores its vectors one after another, because a tile has only one."""
 PREFETCHED = 16
-"""Tiles of rows with which the columns of the next product are asked for, a part with each."""
+"""Tiles of rows over which the next product's columns are prefetched."""
 _WIDE = np.uint16(0)  # as an element: bf16 that is widened
 MULTIPLE = 2 * tiles.PAIRS if HAS_TILES else 2 if HAS_BF16 else LANES
-"""What the number of inputs is a multiple of."""
+"""Divisor of the number of inputs."""
 _SUM_BYTES = VECTORS * VECTOR_BYTES
 _X_BYTES = 0 if HAS_BF16 else ROWS * DEPTH * 8
 WORKER_BYTES = 2 * ROWS * _SUM_BYTES + _X_BYTES
-"""Memory of a worker: sums of ROWS rows and of another block, x in fp32."""
+"""Memory of a worker: sums of ROWS rows for two blocks, x in fp32."""
 
 
 class LinearCall(NamedTuple):
-    """One call's tensors by address, and its sizes."""
+    """A call's tensors by address, and its sizes."""
 
     x: int
     weight: int
     rounded: int
-    """[T, num_units] rows that `blocks.round_row` made of x, if the weight is int8."""
+    """[T, num_units] rows of x from `blocks.round_row`, for int8."""
     is_int8: int
     scales: int
     bias: int
     """[O] fp32, as the scales."""
     out: int
     num_units: int
-    """Of a row: I / 2 pairs of bf16, or those of I / GROUP groups of bytes."""
+    """Units of a row: I / 2 pairs of bf16, or I / GROUP groups of bytes."""
     num_blocks: int
     residual: int
-    """[T, O] that is added, in bf16; 0: nothing."""
+    """[T, O] bf16 to add; 0 for none."""
     is_gated: int
-    """1: the first half of the outputs is the gate of the second one, and SwiGLU of both is
-    written.
-    """
+    """1 to write SwiGLU; the first half of the outputs is the gate."""
 
 
 RECORD = np.dtype([*LinearCall.__annotations__.items()])
 
 
 def emit_output(b, i, sums, scales, bias):
-    """Emit a vector of a row's outputs: sums times their scales, with bias."""
+    """Emit a vector of outputs: sums times scales, plus bias."""
     return vir.fma(
         b, *(load(b, address(b, each, i * VECTOR_BYTES)) for each in (sums, scales, bias))
     )
@@ -120,7 +110,7 @@ def emit_output(b, i, sums, scales, bias):
 
 @emitted()
 def write_sums(b, element, sums, scales, bias, residual, out):
-    """Write a row's outputs of a block as bf16, with a residual unless its address is 0."""
+    """Write a row's outputs as bf16, plus the residual unless its address is 0."""
     is_added = b.icmp_signed("!=", residual, vir.number(0))
     for i in range(VECTORS):
         offset = i * VECTOR_BYTES // 2
@@ -154,9 +144,7 @@ def matrix_of(weight, start, num_units):
 
 @numba.njit
 def depth_of(call, num_rows):
-    """Return how many units tiles multiply at once: few rows read no columns twice, others equal
-    parts.
-    """
+    """Return the units to multiply at once: all for few rows, else equal parts."""
     if num_rows <= _TILE:
         return call.num_units
     num_parts = (call.num_units + DEPTH - 1) // DEPTH
@@ -211,9 +199,7 @@ def multiply_rows(element, call, sums, block, first, num_rows):
 
 @numba.njit
 def write_rows(element, call, sums, block, first, num_rows):
-    """Write some rows of a block, whose sums are followed by those of a second block if it is a
-    gate.
-    """
+    """Write some rows of a block; for a gate, sums of its second block follow."""
     width = call.num_blocks >> call.is_gated
     scales = call.scales + block * _SUM_BYTES
     bias = call.bias + block * _SUM_BYTES
@@ -233,15 +219,13 @@ def write_rows(element, call, sums, block, first, num_rows):
 
 @numba.njit
 def num_items(call, num_rows):
-    """Return the number of items of a call."""
+    """Return the items of a call."""
     return (call.num_blocks >> call.is_gated) * ((num_rows + ROWS - 1) // ROWS)
 
 
 @numba.njit
 def run_item(element, call, num_all, sums, number):
-    """Multiply up to ROWS of all rows with a block, or with a gate's and the one that it belongs
-    to.
-    """
+    """Multiply up to ROWS rows with a block, and with the block it gates."""
     block, part = divmod(number, (num_all + ROWS - 1) // ROWS)
     at_once = ROWS
     most = rows_of_tile(element)
@@ -269,16 +253,16 @@ def round_rows(call, first, end):
 
 
 def takes(weight: Tensor) -> bool:
-    """Return True if the kernel multiplies with a weight [O, I] of this shape and type."""
+    """Return True if the kernel takes weights [O, I] of this shape and type."""
     multiple = {torch.bfloat16: MULTIPLE, torch.int8: GROUP}.get(weight.dtype)
     is_served = multiple is not None and weight.shape[1] % multiple == 0
     return is_served and weight.shape[0] % BLOCK == 0
 
 
 def lay_out(weight: Tensor) -> Tensor:
-    """Copy a weight [O, I] that the kernel takes to [O / BLOCK, num_units, VECTORS, LANES, -1].
+    """Copy a weight [O, I] to [O / BLOCK, num_units, VECTORS, LANES, -1].
 
-    Without avx512_bf16 the order is [O / BLOCK, VECTORS, num_units, ...].
+    Without avx512_bf16 the layout is [O / BLOCK, VECTORS, num_units, ...].
     """
     assert takes(weight)
     units = weight.unflatten(1, (-1, 4 // weight.itemsize))

@@ -1,17 +1,13 @@
 """Products of matrix tiles (AMX) in LLVM IR: 16 rows of bf16 times up to 64 columns, summed in
 fp32.
 
-A tile is a register of 16 rows of 64 bytes. One instruction adds to a tile of sums [16, 16] the
-product of a tile of rows [16, 32] with one of columns [16 pairs, 16, 2]. Blocks of keys, of values
-and of weights lie in memory as such tiles stand (`blocks`), so they are loaded as they are, with
-the stride of a pair.
+A tile is a register of 16 rows of 64 bytes. An instruction adds the product of rows [16, 32] and
+columns [16 pairs, 16, 2] to sums [16, 16]. It sums first and second numbers of pairs separately and
+in order, and treats denormal numbers as zero. Keys, values and weights lie in memory in this layout
+(`blocks`). `product_of_tiles` of the tests is its twin in numpy.
 
-The kernel must allow tiles once a process, and a thread configures them before its first product
-and releases them after its last one.
-
-The instruction sums the first numbers of all pairs and the second ones apart, in order, and adds
-both to the sums; denormal numbers count as zero. `product_of_tiles` of the tests is its twin in
-numpy.
+The operating system must allow tiles once per process. A thread configures them before its first
+product and releases them after its last.
 
 Shapes: `T` rows, `I` inputs, `O` columns.
 """
@@ -38,20 +34,18 @@ from specextend.attention.compiled.vectors import (
 ROWS = 16
 """Rows of a tile."""
 PAIRS = 16
-"""Pairs of inputs that one instruction multiplies."""
+"""Pairs of inputs in an instruction."""
 _ARCH_PRCTL = 158
 _REQUEST_PERMISSION = 0x1023
 _TILE_DATA = 18
 _LEFT = 4
-"""The tile of rows; those before it hold sums, those after it columns."""
+"""The tile of rows, after tiles of sums and before tiles of columns."""
 _CONFIGURATION = (1, 0, *[0x0040004000400040] * 2, 0, 0, 0x1010101010101010, 0)
-"""64 bytes in words of eight: palette 1; bytes of a row (64) and rows (16) of each tile."""
+"""Palette 1, then bytes per row (64) and rows (16) of each tile, in words of eight bytes."""
 
 
 def is_allowed():
-    """Ask the kernel, once for all threads of the process, to let it use tiles; return False if it
-    does not.
-    """
+    """Ask the operating system to allow tiles for all threads; return False if it refuses."""
     if not {"amx-tile", "amx-bf16"} <= processor_features() or not HAS_BF16:
         return False
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
@@ -60,9 +54,9 @@ def is_allowed():
 HAS_TILES = is_allowed()
 """Whether this process multiplies with tiles."""
 INSTRUCTIONS = "AMX" if HAS_TILES else "avx512_bf16" if HAS_BF16 else "AVX2"
-"""What multiplies bf16."""
+"""Instructions of bf16 products."""
 OF_BYTES = "avx512_vnni" if vir.HAS_BYTES else "avx_vnni" if vir.HAS_HALF_BYTES else "AVX2"
-"""What multiplies bytes."""
+"""Instructions of int8 products."""
 
 
 def _instruct(b, name, *arguments):
@@ -75,7 +69,7 @@ def _tile(index):
 
 @emitted()
 def configure(b, element):
-    """Let this thread use tiles; does nothing where there are none."""
+    """Configure the tiles of this thread, if any."""
     if not HAS_TILES:
         return
     words = b.alloca(ir.ArrayType(I64, len(_CONFIGURATION)))
@@ -85,7 +79,7 @@ def configure(b, element):
 
 @emitted()
 def release(b, element):
-    """Forget the tiles of this thread; does nothing where there are none."""
+    """Release the tiles of this thread, if any."""
     if HAS_TILES:
         _instruct(b, "tilerelease")
 
@@ -94,10 +88,11 @@ def emit_product(
     b, width, left, left_stride, right, right_stride, right_column,
     depth, sums, sums_stride, accumulate, ahead,
 ):  # fmt: skip
-    """Emit left [16, depth] pairs times right [depth, width vectors]; add to sums, or replace them.
+    """Emit left [16, depth] pairs times right [depth, width vectors], added to sums or replacing
+    them.
 
-    depth is a multiple of `PAIRS`. Of what lies `ahead`, unless that is 0, as many bytes as a
-    sixteenth of the columns are asked for.
+    `depth` is a multiple of `PAIRS`. At `ahead`, unless 0, a sixteenth of the columns' size is
+    prefetched.
     """
     places = [address(b, sums, column * VECTOR_BYTES) for column in range(width)]
     with b.if_else(b.icmp_signed("!=", accumulate, number(0))) as (keep, replace):

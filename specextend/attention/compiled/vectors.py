@@ -1,10 +1,10 @@
-"""Vectors of 16 lanes in LLVM IR, for loops that numba cannot vectorise by itself.
+"""Vectors of 16 lanes in LLVM IR, for loops that numba cannot vectorise.
 
 A kernel is a Python function that emits instructions; `emitted` makes it callable from compiled
-code. Values are those of llvmlite: addresses and counts are i64, and vectors have 16 lanes of 32
-bits. LLVM splits vectors where the processor's registers are shorter.
+code. Values are llvmlite's: addresses and counts are i64, and lanes have 32 bits. LLVM splits
+vectors for shorter registers.
 
-Needs numba, which is optional: import this only where the extra `cpu` is installed.
+Import this module only where numba (extra `cpu`) is installed.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 Value = Any
-"""A value of llvmlite, whose classes have no useful types."""
+"""A value of llvmlite, which has no useful type hints."""
 
 LANES = 16
 VECTOR_BYTES = 4 * LANES
@@ -36,18 +36,16 @@ FLOATS, UNITS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.py"))
 VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
-"""Of all kernels: numba, which keeps what it has compiled, looks at the file of a kernel alone."""
+"""Hash of all kernels; numba's cache of a kernel only looks at its file."""
 
 EXP2 = (1.0, 0.693146978, 0.240222421, 0.0555073375, 0.00967151296, 0.00132647266)
 """Coefficients of 2^x on [-0.5, 0.5]: exact at 0, relative error 1e-7 elsewhere."""
 SHORT_EXP2 = (1.0, 0.69328292, 0.24221063, 0.05500869)
-"""The same with 1e-4, for what is rounded to bf16, whose error is 2e-3."""
+"""Likewise with error 1e-4, for results rounded to bf16, with an error of 2e-3."""
 
 
 class BFloat(ir.Type):
-    """The type bfloat, which llvmlite does not have; values of it come from a bitcast and go into
-    one.
-    """
+    """The type bfloat, missing in llvmlite; its values only occur in bitcasts."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -67,22 +65,21 @@ def processor_features() -> frozenset[str]:
 
 
 HAS_BF16 = {"avx512f", "avx512bf16"} <= processor_features()
-"""Whether this processor multiplies pairs of bf16."""
+"""Whether there are products of bf16 pairs."""
 HAS_SCALES = {"avx512f", "avx512dq"} <= processor_features()
-"""Whether this processor has instructions for the powers of two in a vector."""
+"""Whether there are vector instructions for powers of two."""
 HAS_BYTES = {"avx512f", "avx512vnni"} <= processor_features()
-"""Whether this processor multiplies vectors of bytes."""
+"""Whether there are products of bytes in vectors of 16 lanes."""
 HAS_HALF_BYTES = "avxvnni" in processor_features()
-"""Whether it multiplies vectors of half as many."""
+"""Whether there are products of bytes in vectors of 8 lanes."""
 REGISTER_LANES = LANES if "avx512f" in processor_features() else 8
 """Lanes of a register."""
 
 
 def emitted(returns: types.Type = types.void) -> Callable[[Callable[..., Value]], Any]:
-    """Make `emit(b, element, *values)` a function of compiled code, called as `f(element,
-    *values)`.
+    """Make `emit(b, element, *values)` a function `f(element, *values)` of compiled code.
 
-    Only the numba type of `element` counts. The values are int64, or float32 if annotated as float.
+    Only the numba type of `element` matters. Values are int64, or float32 if annotated as float.
     """
 
     def wrap(emit: Callable[..., Value]):
@@ -112,7 +109,7 @@ def number(value):
 
 
 def floats(value: float):
-    """Return a constant vector."""
+    """Return a constant vector of fp32."""
     return ir.Constant(FLOATS, [ir.Constant(F32, value)] * LANES)
 
 
@@ -124,7 +121,7 @@ def units(values):
 
 
 def address(b, base, *offsets):
-    """Return base plus offsets in bytes."""
+    """Add offsets in bytes to an address."""
     for offset in offsets:
         base = b.add(base, number(offset) if isinstance(offset, int) else offset)
     return base
@@ -136,7 +133,7 @@ def times(b, x, n):
 
 
 def nth(b, base, i, size=VECTOR_BYTES):
-    """Return where the i-th of things of so many bytes lies."""
+    """Return the address of element i of an array."""
     return b.add(base, times(b, i, size))
 
 
@@ -146,7 +143,7 @@ def pointer_to(b, where):
 
 
 def load(b, where, type_=FLOATS, align=4):
-    """Read a value of `type_`."""
+    """Read a value."""
     return b.load(pointer_to(b, where), typ=type_, align=align)
 
 
@@ -156,7 +153,7 @@ def store(b, value, where, align=4):
 
 
 def call(b, returns, name, *arguments):
-    """Call a function of LLVM's or of the C library, which a module declares once."""
+    """Call a function of LLVM or of the C library, declared once in a module."""
     function = b.module.globals.get(name)
     if function is None:
         kind = ir.FunctionType(returns, [each.type for each in arguments])
@@ -165,9 +162,7 @@ def call(b, returns, name, *arguments):
 
 
 def prefetch(b, where, cache=1):
-    """Ask for a cache line, to be in the first or the second cache; an address without memory does
-    no harm.
-    """
+    """Prefetch a cache line to the first or second cache; invalid addresses do no harm."""
     how = (ir.Constant(I32, n) for n in (0, 4 - cache, 1))
     call(b, ir.VoidType(), "llvm.prefetch.p0", pointer_to(b, where), *how)
 
@@ -181,18 +176,18 @@ def splat(b, scalar):
 
 
 def fma(b, x, y, z):
-    """Return x * y + z, fused where the processor can."""
+    """Return x * y + z, fused if possible."""
     return call(b, FLOATS, "llvm.fmuladd.v16f32", x, y, z)
 
 
 def dot_pairs(b, sums, x, y):
-    """Add to each lane of `sums` the product of two pairs of bf16 (avx512_bf16)."""
+    """Add products of bf16 pairs to each lane of `sums` (avx512_bf16)."""
     pairs = (b.bitcast(each, ir.VectorType(BFloat(), 2 * LANES)) for each in (x, y))
     return call(b, FLOATS, "llvm.x86.avx512bf16.dpbf16ps.512", sums, *pairs)
 
 
 def dot_bytes(b, sums, x, y):
-    """Add to each lane of `sums` the products of its four bytes, of x unsigned and of y signed."""
+    """Add the products of four bytes to each lane of `sums`: x unsigned, y signed."""
     if HAS_BYTES:
         return call(b, UNITS, "llvm.x86.avx512.vpdpbusd.512", sums, x, y)
     if HAS_HALF_BYTES:
@@ -206,7 +201,7 @@ def dot_bytes(b, sums, x, y):
 
 
 def by_halves(b, name, *vectors):
-    """Call a function of vectors that are half as long, which returns units."""
+    """Call a function on both halves of vectors, and join its units."""
     halves = []
     for half in range(2):
         sizes = [each.type.count // 2 for each in vectors]
@@ -217,7 +212,7 @@ def by_halves(b, name, *vectors):
 
 
 def to_bf16(b, x):
-    """Round a vector to 16 lanes of bf16, as i16: to nearest, ties to even."""
+    """Round a vector to bf16 as i16: to nearest, ties to even."""
     halves = ir.VectorType(I16, LANES)
     if HAS_BF16:
         rounds = "llvm.x86.avx512bf16.cvtneps2bf16.512"
@@ -238,12 +233,12 @@ def pair_of_bf16(b, low, high):
 
 
 def larger(b, x, y):
-    """Return the larger of each two lanes, and y where one is NaN."""
+    """Return the larger of two lanes, and y for NaN."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
 def across(b, x, join: Callable[[Value, Value, Value], Value]):
-    """Join the lanes of a vector to a scalar, halves first."""
+    """Reduce the lanes of a vector to a scalar, halves first."""
     width = LANES
     while width > 1:
         width //= 2
@@ -253,8 +248,9 @@ def across(b, x, join: Callable[[Value, Value, Value], Value]):
 
 
 def exp2(b, x, coefficients=EXP2):
-    """Return 2^x for x <= 0 with a relative error of 2e-7, or that of other `coefficients`; 0 below
-    -127, NaN for NaN.
+    """Return 2^x for x <= 0: 0 below -127, NaN for NaN.
+
+    The relative error is 2e-7, or that of other `coefficients`.
     """
     if HAS_SCALES:
         rest = rest_of(b, x)
@@ -277,13 +273,13 @@ def power_of_rest(b, x, coefficients):
 
 
 def rest_of(b, x):
-    """Return what is left of x after rounding it to an integer, 0 of an infinite one (AVX-512)."""
+    """Return x minus its nearest integer, 0 for infinity (AVX-512)."""
     how = x, ir.Constant(I32, 0), x, ir.Constant(I16, -1), ir.Constant(I32, 4)
     return call(b, FLOATS, "llvm.x86.avx512.mask.reduce.ps.512", *how)
 
 
 def scaled(b, x, exponent):
-    """Return x times two to the power of a whole exponent (AVX-512)."""
+    """Return x times a power of two (AVX-512)."""
     how = x, exponent, x, ir.Constant(I16, -1), ir.Constant(I32, 4)
     return call(b, FLOATS, "llvm.x86.avx512.mask.scalef.ps.512", *how)
 
@@ -296,9 +292,7 @@ def silu(b, x):
 
 
 def transposed(b, rows):
-    """Transpose as many vectors of units as each has lanes: in rounds that swap blocks of 1, 2, 4
-    and 8.
-    """
+    """Transpose a square of units by swapping blocks of 1, 2, 4 and 8."""
     rows, size = [*rows], len(rows)
     block = 1
     while block < size:
@@ -317,8 +311,9 @@ def transposed(b, rows):
 
 
 def repeat(b, count, body: Callable[..., Sequence[Value] | None], carried=()):
-    """Emit a loop of `count` >= 1 rounds: `body(index, *carried)` emits one and returns new carried
-    values, if any.
+    """Emit a loop of `count` >= 1 rounds.
+
+    `body(index, *carried)` emits a round and returns the new carried values, if any.
     """
     before = b.block
     head = b.append_basic_block("repeat")
