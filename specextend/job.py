@@ -66,7 +66,7 @@ def run(
     run_date: date | None = None,
     retry_errors: Retry = "none",
     redo: str | None = None,
-    redo_as: str = "again",
+    redo_as: str | None = None,
     cancel: threading.Event | None = None,
     progress: bool = True,
 ) -> RunResult:
@@ -111,8 +111,7 @@ def run(
         from specextend.cluster import checks
         from specextend.cluster.lifecycle import run_job
 
-        if redo is not None:
-            loaded = checks.redo(loaded, redo, redo_as)
+        loaded = checks.redo(loaded, redo, redo_as)
         with closing(open_display() if progress else Display(lambda line: None)) as display:
             try:
                 code = run_job(

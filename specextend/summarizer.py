@@ -87,7 +87,7 @@ class Summarizer:
         """
         received = time.monotonic()
         batch, given_back = as_table(documents, self._config.input)
-        passthrough = self._config.input.passthrough
+        passthrough = self._config.input.copied_columns
         if not len(batch):  # an empty batch may lack columns
             columns = {name: batch[name] for name in passthrough if name in batch.column_names}
             batch = pa.table(dict.fromkeys(passthrough, pa.nulls(0)) | columns)
@@ -231,7 +231,7 @@ def check_batch_options(options: InputOptions, output: OutputOptions) -> None:
         )
     check_names(options, output)
     if taken := [
-        name for name in options.passthrough if name in {*BATCH_SCHEMA.names} - {"summary"}
+        name for name in options.copied_columns if name in {*BATCH_SCHEMA.names} - {"summary"}
     ]:
         raise InputError(
             f"input.passthrough names {taken[0]}, which is a column of the result; rename it in "

@@ -57,4 +57,4 @@ def test_a_run_of_some_tasks_alone_has_the_right_answers_of_their_fields(config_
     config = RunConfig.load([config_file, {"tasks": tasks}], [f"input.gold={json.dumps(gold)}"])
     alone = config.of_tasks(["about"], "out")
     assert alone.input.gold == {"about": "about_by_hand", "knd": "x"}
-    assert alone.input.passthrough == config.input.passthrough
+    assert alone.input.copied_columns == ("about_by_hand", "x")

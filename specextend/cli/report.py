@@ -1,6 +1,4 @@
-"""The commands `report`, `compare`, `audit` and `export`: what a run has come to, and its answers
-for others.
-"""
+"""The commands `report`, `compare`, `audit` and `export`."""
 
 from __future__ import annotations
 
@@ -15,27 +13,35 @@ from specextend.core import Values, counted, first_line, printable
 
 if TYPE_CHECKING:  # it imports pyarrow
     from specextend.data.storage import Location
-    from specextend.report.export import Exported, Form
+    from specextend.report.export import Exported
+    from specextend.report.formats import Form
 
 EXIT_OVER_LIMIT = 3
 
 
 @click.command()
 @OUTPUT
+@click.option(
+    "--reviewed",
+    metavar="FILE",
+    help="a sample of `export --sample` with verdicts: how many answers are good, and how often "
+    "flags are right",
+)
 @JSON
 @in_one_line
-def report(output: str, json: str | None) -> int:
+def report(output: str, reviewed: str | None, json: str | None) -> int:
     """Print the report of a run.
 
-    It is written into the run's folder, too, as report.json and report.html, if you may write
-    there.
+    If you may write into the folder of the run, the report is also written there, as report.json
+    and report.html.
     """
     from specextend import report as reports  # seconds: not for --help
 
     try:
-        found = reports.write_report(output)
+        found = reports.write_report(output, reviewed=reviewed)
     except OSError as error:
-        found = reports.build_report(output)  # fails again if it was not the writing that failed
+        # fails again unless only writing failed
+        found = reports.build_report(output, reviewed=reviewed)
         why = error.strerror or first_line(error)
         click.echo(
             printable(f"note: report.json and report.html cannot be written into {output}: {why}"),
@@ -65,8 +71,7 @@ def compare(
 ) -> int:
     """Compare OUTPUT, the candidate, with OTHER, the baseline: figures, texts, configuration.
 
-    Nothing is written into their folders. With a limit the exit code says whether the candidate
-    keeps it.
+    Nothing is written into their folders. The exit code is 3 if the candidate exceeds a limit.
     """
     from specextend.report import compare, render_comparison
 
@@ -85,9 +90,7 @@ def compare(
 
 
 def over_limits(found: Values, max_differing: float | None, max_slower: float | None) -> list[str]:
-    """Say in one line for each limit that is exceeded what was measured. Raises ValueError if
-    nothing was.
-    """
+    """Describe each exceeded limit in a line. Raises ValueError without common documents."""
     texts, (candidate, baseline) = found["texts"], found["outputs"]
     differing = texts["differing"]
     common = texts["common"]
@@ -130,12 +133,11 @@ def over_limits(found: Values, max_differing: float | None, max_slower: float | 
 @JSON
 @in_one_line
 def audit(output: str, rows: int, seed: int, json: str | None) -> int:
-    """Decode finished rows of a run again, here, with a draft and without: are they equal, and how
-    much faster is the draft?
+    """Decode finished rows again on this machine, with a draft and without, and compare texts and
+    speed.
 
-    Each side decodes the rows four times, in turns. What it finds is written into the run's folder
-    as audit.json, and the report has it. The exit code is 3 if a row differs by more than rounding,
-    or fails.
+    Each side decodes the rows four times, in turns. The result is in audit.json of the run's
+    folder, and in the report. The exit code is 3 if a row fails or differs by more than rounding.
     """
     from specextend.audit import audit
     from specextend.data.run_folder import write_audit
@@ -185,6 +187,17 @@ _FORMAT = (
     "--columns", default="", metavar="NAME,...", help="only these, in this order; all if not given"
 )
 @click.option(
+    "--sample",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="only N answers, drawn for people to judge, with an empty column verdict",
+)
+@click.option(
+    "--by",
+    type=click.Choice(["flags"]),
+    help="of --sample: some answers with each flag and rule, and some without",
+)
+@click.option(
     "is_safe",
     "--spreadsheet-safe",
     is_flag=True,
@@ -200,6 +213,8 @@ def export(
     latest: bool,
     only_ids_in: str | None,
     columns: str,
+    sample: int | None,
+    by: str | None,
     is_safe: bool,
 ) -> int:
     """Write the answers of a run for other programs, or of several runs the newest answers.
@@ -209,20 +224,44 @@ def export(
     specextend export out/run --to answers/          # Parquet that load_dataset("answers") reads
     specextend export out/run --follow --to live/    # while the run goes on
     specextend export --latest 's3://bucket/nights/*' --to answers.parquet --replace
+    specextend export out/run --sample 50 --by flags --to review.csv   # for people to judge
     """
-    from specextend.data.run_folder import REDONE, inner_runs
     from specextend.data.storage import resolve
-    from specextend.report.export import Form, check_place, export_answers, find_runs, format_of
-    from specextend.report.result_rows import write_responses
+    from specextend.report.export import export_answers, find_runs
 
     if len(runs) > 1 and not latest:
         raise click.UsageError("several RUNs need --latest")
     outputs = find_runs(runs) if latest else [resolve(run) for run in runs]
     output = outputs[0]
     place = resolve(to)
+    form = _form(to, place, kind, columns, is_safe)
+    several = bool(latest or only_ids_in)
+    if by and not sample:
+        raise click.UsageError("--by says how --sample draws: give --sample, too")
+    if (follow and (replace or several)) or (kind == "openai" and (columns or follow or several)):
+        raise click.UsageError(
+            "--follow and --format openai are for one run, without other options"
+        )
+    if follow or kind == "openai":
+        _check_not_redone(output)
+    if sample:
+        if follow or several:
+            raise click.UsageError("--sample draws from one run, without --follow or --latest")
+        return _draw(runs[0], to, form, sample, by, replace)
+    if kind == "openai":
+        return _write_responses(output, place, to, replace)
+    if follow:
+        return _follow(output, place, form, to)
+    show(_say(export_answers(outputs, place, form, only_ids_in, replace), to))
+    return 0
+
+
+def _form(to: str, place: Location, kind: str | None, columns: str, is_safe: bool) -> Form:
+    """Return the format of a destination. Raises UsageError."""
+    from specextend.report.formats import Form, format_of
+
     ending = format_of(place)
-    names = columns.split(",") if columns else []
-    form = Form(kind or ending or "parquet", names, is_safe)
+    form = Form(kind or ending or "parquet", columns.split(",") if columns else [], is_safe)
     if kind != "openai" and "." in place.name and not ending and not to.endswith("/"):
         raise click.UsageError(
             f"no file that is written ends as {to} does, only .csv, .jsonl and .parquet; let the "
@@ -230,34 +269,58 @@ def export(
         )
     if is_safe and form.kind != "csv":
         raise click.UsageError("--spreadsheet-safe is for CSV")
-    several = latest or only_ids_in
-    if (follow and (replace or several)) or (kind == "openai" and (columns or follow or several)):
-        raise click.UsageError(
-            "--follow and --format openai are for one run, without other options"
-        )
-    if (follow or kind == "openai") and inner_runs(output, REDONE):
+    return form
+
+
+def _check_not_redone(output: Location) -> None:
+    """Raise UsageError for a run with redone rows."""
+    from specextend.data.run_folder import REDONE, inner_runs
+
+    if inner_runs(output, REDONE):
         raise click.UsageError(
             "--follow and --format openai do not know rows that were done again, as some of this "
             "run were: export to .jsonl"
         )
-    if kind == "openai":
-        check_place(outputs, place, replace)
-        written, errors, rows = write_responses(output, place)
-        show(printable(f"{_of(written, rows)} in {to}, {errors:,} of them as errors"))
-        return 0
-    if follow:
-        if ending:
-            raise click.UsageError("--follow adds files: let DEST be a folder, and give --format")
-        return _follow(output, place, form, to)
-    show(_say(export_answers(outputs, place, form, only_ids_in, replace), to))
+
+
+def _draw(run: str, to: str, form: Form, sample: int, by: str | None, replace: bool) -> int:
+    """Write a sample for people to judge, and return the exit code."""
+    from specextend.data.storage import resolve
+    from specextend.report.formats import format_of
+    from specextend.report.review import draw_sample
+
+    place = resolve(to)
+    if form.kind not in ("csv", "parquet") or not format_of(place):
+        raise click.UsageError("--sample writes a file that ends in .csv or .parquet")
+    drawn, answers = draw_sample(
+        resolve(run), place, form, sample, by_flags=bool(by), replaces=replace
+    )
+    of = f"{drawn:,} of {counted(answers, 'answer')}"
+    told = f"write good or bad into verdict, then: specextend report {run} --reviewed {to}"
+    show(printable(f"{of} in {to}; {told}"))
+    return 0
+
+
+def _write_responses(output: Location, place: Location, to: str, replace: bool) -> int:
+    """Write responses of the Batch API, and return the exit code."""
+    from specextend.report.export import check_place
+    from specextend.report.result_rows import write_responses
+
+    check_place([output], place, replace)
+    written, errors, rows = write_responses(output, place)
+    show(printable(f"{_of(written, rows)} in {to}, {errors:,} of them as errors"))
     return 0
 
 
 def _follow(output: Location, folder: Location, form: Form, to: str) -> int:
-    """Export a run while it goes on. Returns the exit code."""
+    """Export a run in progress, and return the exit code."""
     from specextend.cluster.exits import EXIT_INTERRUPTED
     from specextend.cluster.lock import read_lock
     from specextend.report.export import follow
+    from specextend.report.formats import format_of
+
+    if format_of(folder):
+        raise click.UsageError("--follow adds files: let DEST be a folder, and give --format")
 
     def is_running() -> bool:
         driver = read_lock(output)
@@ -272,7 +335,7 @@ def _follow(output: Location, folder: Location, form: Form, to: str) -> int:
 
 
 def _say(exported: Exported, to: str) -> str:
-    """Say in one line what an export has written."""
+    """Describe an export in one line."""
     parts = [f"{_of(exported.done, exported.rows)} in {to}"]
     if exported.failed:
         parts.append(f"{exported.failed:,} failed")

@@ -83,13 +83,9 @@ class Arguments:
     def of_rest(self, config: RunConfig, note: Callable[[str], object]) -> RunConfig:
         """Narrow a finished run to rows or tasks still to do."""
         from specextend.cluster.checks import only_new_tasks, redo
-        from specextend.cluster.exits import RefusedError
 
-        if self.redo is not None:
-            return redo(config, self.redo, self.redo_as or "again")
-        if self.redo_as is not None:
-            raise RefusedError("--redo-as names what --redo does again: give --redo, too")
-        return only_new_tasks(config, note)
+        config = redo(config, self.redo, self.redo_as)
+        return config if self.redo is not None else only_new_tasks(config, note)
 
 
 _WHERE = takes(

@@ -115,7 +115,7 @@ def prepare(
             check_rules(each.output, source.passthrough_fields)
         config = config.model_copy(update={"input": source.options})
         columns = text_columns(config.model_dump(mode="json"))
-        check_task_columns(config.input.passthrough, columns)
+        check_task_columns(config.input.copied_columns, columns)
         check_gold(config.input.gold, source.passthrough_fields, columns)
         config, models, notes = pin_models(config, (recorded or {}).get("models", {}))
         draft = config.active_draft
@@ -411,16 +411,21 @@ def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig
     return config.of_tasks(left, _place_of_added(config, left))
 
 
-def redo(config: RunConfig, condition: str, name: str) -> RunConfig:
+def redo(config: RunConfig, condition: str | None, name: str | None) -> RunConfig:
     """Return a run that repeats rows of a finished run, in its folder `redone`.
 
     Args:
-        condition: SQL condition on the newest result of a row.
-        name: Folder name of the new run.
+        condition: SQL condition on the newest result of a row; None returns `config`.
+        name: Folder name of the new run; None is `again`.
 
     Raises:
         RefusedError: There is no run, or the name or the columns do not fit.
     """
+    if condition is None:
+        if name is not None:
+            raise RefusedError("--redo-as names what --redo does again: give --redo, too")
+        return config
+    name = name or "again"
     with _refusals():
         output = resolve(config.output.path)
         recorded = read_recorded(output)

@@ -96,7 +96,7 @@ def check_input(
     passed, filtered = (
         tuple(pa.field(name, _joint_type(option, name, schemas, in_paths)) for name in columns)
         for option, columns in (
-            ("input.passthrough", options.passthrough),
+            ("input.passthrough", options.copied_columns),
             ("input.filter", options.filter_columns),
         )
     )
@@ -133,10 +133,10 @@ def _check_file(
     def read(file: pa.NativeFile) -> tuple[InputFile, pa.Schema]:
         with open_parquet(file) as parquet:
             schema = parquet.schema_arrow
-            check_columns(name, schema, reader, others_may_have=options.passthrough)
+            check_columns(name, schema, reader, others_may_have=options.copied_columns)
             rows = _group_rows(parquet.metadata)
             wanted = dict.fromkeys(
-                [*reader.document_columns, *options.passthrough, *options.filter_columns]
+                [*reader.document_columns, *options.copied_columns, *options.filter_columns]
             )
             stored = [column for column in wanted if column in schema.names]
             compact = tuple(sorted(compact_columns(parquet, stored) - {options.id_column}))
@@ -186,7 +186,7 @@ def footer_sha256(file: pa.NativeFile) -> str:
 def check_names(options: InputOptions, output: OutputOptions) -> None:
     """Raise InputError if two columns of the results would have one name."""
     fields = [field.name for field in answer_fields(output.json_schema)]
-    passthrough = options.passthrough
+    passthrough = options.copied_columns
     columns = TextColumns(output.column, output.json_schema, has_confidence=output.confidence)
     ours = {field.name for field in summary_fields(columns)}
     internal = {"summary", "tasks", "words", "confidence"} - ours
@@ -258,7 +258,7 @@ def check_columns(
             )
     in_path = {*partition_values(file)}
     for option, columns, elsewhere in (
-        ("input.passthrough", options.passthrough, in_path.union(others_may_have)),
+        ("input.passthrough", options.copied_columns, in_path.union(others_may_have)),
         ("input.filter", options.filter_columns, in_path),
         ("prompt.instruction", reader.template_columns, set[str]()),
     ):

@@ -160,8 +160,6 @@ class InputOptions:
             raise ValueError(
                 f"input.passthrough names {', '.join(sorted(repeated))} more than once"
             )
-        passed = dict.fromkeys((*self.passthrough, *self.gold.values()))
-        object.__setattr__(self, "passthrough", tuple(passed))
 
     def _check_selection(self) -> None:
         if self.filter is not None:
@@ -195,6 +193,11 @@ class InputOptions:
     def has_limits(self) -> bool:
         """Return True if rows may have limits of their outputs themselves."""
         return self.options_column is not None
+
+    @property
+    def copied_columns(self) -> tuple[str, ...]:
+        """Return the columns that results copy: passthrough columns and right answers."""
+        return tuple(dict.fromkeys((*self.passthrough, *self.gold.values())))
 
     @property
     def filter_columns(self) -> tuple[str, ...]:

@@ -456,7 +456,7 @@ def open_source(
     listing = list_input(options.path)
     if options.id_column is None:
         options = replace(options, id_column=id_column_of(listing.relative_paths))
-    passed = tuple(name for name in options.passthrough if name in rule_columns)
+    passed = tuple(name for name in options.copied_columns if name in rule_columns)
     reader = RowReader(options, tuple(templates), passed)
     if output is not None:
         folder = check_apart(listing, output.path)

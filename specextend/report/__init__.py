@@ -1,6 +1,4 @@
-"""The report of a run folder: the wall clock, speeds, shares of the time, findings; and two runs
-side by side.
-"""
+"""The report of a run, and the comparison of two runs."""
 
 from specextend.report.build import build_report, read_report, write_report
 from specextend.report.comparison import compare, render_comparison

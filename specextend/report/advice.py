@@ -1,8 +1,6 @@
-"""Advice: rules that look at the figures of a report, and say what spoils its texts or holds the
-run back.
+"""Rules that find problems of texts and of speed in a report. Begin at `give_advice`.
 
-A rule advises only what the run's configuration leaves open, and what its figures do not show to be
-of no use.
+A rule gives only advice that the configuration does not follow yet.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,37 +13,31 @@ from specextend.stats import DecodingStats, ratio
 
 Report = ReadOnly
 LEAST_DOCUMENTS = 5
-"""Fewest documents from which a rule concludes anything about speed."""
+"""Fewest documents for conclusions about speed."""
 MOST_IDS = 3
-"""Ids that a finding names."""
+"""Ids in a finding."""
 ALL_SEEN = 0.95
-"""Share of the target's attention that the draft sees, from which on a larger view has nothing to
-add.
-"""
+"""Share of the target's attention in the draft's view above which a larger view is useless."""
 RARE = 0.1
-"""Share of speculative steps below which a run says little about speculation."""
+"""Share of speculative steps below which speculation cannot be judged."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Hold what a rule found."""
+    """A problem of a run."""
 
     says: str
     weight: float
-    """Share of the documents, or of the time, that it is about; more than 1 for texts that are
-    missing or wrong.
-    """
+    """Share of the documents or of the time; above 1 for missing or wrong texts."""
     section: str
-    """Title of the section that has the figures."""
+    """Title of the section with the figures."""
     evidence: Mapping[str, float | int | str]
     doc_ids: Sequence[str] = ()
-    """Documents that show it."""
+    """Examples."""
 
 
 def give_advice(report: Report) -> list[Values]:
-    """Apply every rule to a report: findings about texts come first, then those about time, each by
-    weight.
-    """
+    """Apply every rule to a report. Findings about texts come first, each group by weight."""
     advice: list[Values] = []
     for rules in (OF_TEXTS, OF_TIME):
         found = [(rule.__name__, finding) for rule in rules if (finding := rule(report))]
@@ -87,7 +79,7 @@ def most_failed(report: Report) -> Finding | None:
 
 
 def truncated(report: Report) -> Finding | None:
-    """Say that many texts were cut, at which limit, and whether more tokens would help."""
+    """Report texts that were cut at the limit of tokens."""
     flags = report["quality_flags"]
     rows = flags.get("truncated", 0)
     loops = flags.get("repeated", 0)
@@ -112,7 +104,7 @@ def truncated(report: Report) -> Finding | None:
 
 
 def not_in_document(report: Report) -> Finding | None:
-    """Say that many strings of answers do not stand in their documents."""
+    """Report strings of answers without a place in their documents."""
     strings, found = (
         sum(field[name] for field in report["evidence"].values()) for name in ("strings", "found")
     )
@@ -127,7 +119,7 @@ def not_in_document(report: Report) -> Finding | None:
 
 
 def figures_not_found(report: Report) -> Finding | None:
-    """Say that figures of texts are not in their documents."""
+    """Report figures of texts without a place in their documents."""
     of = report["figures"]
     flagged = report["quality_flags"].get("figure_not_found", 0)
     if not flagged:
@@ -144,7 +136,7 @@ def figures_not_found(report: Report) -> Finding | None:
 
 
 def dropped(report: Report) -> Finding | None:
-    """Say that a large part of the documents was not read."""
+    """Report that a large part of the documents was not read."""
     tokens = report["tokens"]
     share = ratio(tokens["dropped"], tokens["dropped"] + tokens["prompt"])
     if share is None or share < 0.05:
@@ -170,13 +162,13 @@ def dropped(report: Report) -> Finding | None:
 
 
 def prefill_bound(report: Report) -> Finding | None:
-    """State the limit that prefill sets to any speed-up of decoding, by Amdahl's law."""
+    """State the limit of any speed-up of decoding by Amdahl's law."""
     shares = _phases(report)
     if (
         shares is None
         or not 0.3 <= (prefill := shares["prefill"] + shares["draft_prefill"]) <= 0.95
     ):
-        # beyond there is nothing to speed up, as where answers are scored and not written
+        # above 95% there is nothing to decode: answers are scored
         return None
     limit = 1 / prefill
     share = report["acceptance"]["speculative_share"]
@@ -197,7 +189,7 @@ def prefill_bound(report: Report) -> Finding | None:
 
 
 def drafting_cost(report: Report) -> Finding | None:
-    """Say that a speculative step hardly brings what it costs, in verifications."""
+    """Report speculative steps that hardly pay."""
     shares = _phases(report)
     length = report["acceptance"]["mean_acceptance_length"]
     if shares is None or length is None or not shares["verify"]:
@@ -221,9 +213,7 @@ def drafting_cost(report: Report) -> Finding | None:
 
 
 def drafts_lose(report: Report) -> Finding | None:
-    """Say that documents took longer with drafts than without, by trials of the run or by its
-    audit.
-    """
+    """Report that documents took longer with drafts, by trials of the run or by its audit."""
     trials = report["drafting"]
     turns = look_up(report, "audit.speedup.end_to_end")
     if trials and trials["min"] < LEAST_SPEEDUP:
@@ -243,7 +233,7 @@ def drafts_lose(report: Report) -> Finding | None:
 
 
 def draft_misses(report: Report) -> Finding | None:
-    """Say that hardly a first token of the draft network is accepted."""
+    """Report that hardly any first token of the draft network is accepted."""
     found = report["acceptance"]
     names = ("num_network_steps", "num_first_accepted")
     stats = DecodingStats(**{name: found[name] for name in names})
@@ -253,9 +243,7 @@ def draft_misses(report: Report) -> Finding | None:
 
 
 def acceptance_falls(report: Report) -> Finding | None:
-    """Say that the draft's tokens are accepted much less often behind long prompts than behind
-    short ones.
-    """
+    """Report that acceptance falls with the length of prompts."""
     known = [
         bucket
         for bucket in report["buckets"]
@@ -288,7 +276,7 @@ def acceptance_falls(report: Report) -> Finding | None:
 
 
 def idle_tail(report: Report) -> Finding | None:
-    """Say that workers had nothing to do while the last documents were decoded."""
+    """Report workers that were idle at the end of the run."""
     tail = report["tail"]
     if tail is None or not tail["idle_workers"] or tail["documents"] < LEAST_DOCUMENTS:
         return None
@@ -310,7 +298,7 @@ def idle_tail(report: Report) -> Finding | None:
 
 
 def loading(report: Report) -> Finding | None:
-    """Say that loading models took a large part of the paid time."""
+    """Report that loading models took a large part of the paid time."""
     share = (report["wall_clock"]["shares"] or {}).get("loading", 0.0)
     if share < 0.1:
         return None
@@ -333,11 +321,11 @@ OF_TIME: Rules = (
     idle_tail,
     loading,
 )
-"""What spoils texts, and what costs time; docs/planning-and-report.md names the rules."""
+"""Rules in docs/planning-and-report.md."""
 
 
 def _phases(report: Report) -> dict[str, float] | None:
-    """Return the share of each phase; None if no time was measured, or of too few documents."""
+    """Return the share of each phase; None without measured times or with too few documents."""
     shares = report["time"]["shares"]
     is_unknown = any(share is None for share in shares.values())
     return None if is_unknown or num_texts(report) < LEAST_DOCUMENTS else shares

@@ -1,4 +1,4 @@
-"""Building the report of a run folder from its rows and records, and writing it to files."""
+"""The report of a run from its rows and records, as JSON and HTML."""
 
 import json
 import time
@@ -31,13 +31,12 @@ from specextend.report.figures import (
 from specextend.report.gold import gold_figures
 from specextend.report.page import to_html
 from specextend.report.result_rows import read_rows
+from specextend.report.review import read_review
 from specextend.report.wall_clock import clock_sections
 from specextend.stats import spread
 
 SCHEMA_VERSION = 1
-"""Version of report.json: it grows when a figure changes its name or its meaning, not when one is
-added.
-"""
+"""Version of report.json. It grows if a figure changes its name or meaning."""
 _DONE = """
     SELECT count(*) AS texts, (SELECT count(*) FROM errors WHERE answered) AS partial
     FROM done
@@ -51,11 +50,9 @@ def write_report(
     checkpoint: Checkpoint = lambda: None,
     **given: Any,
 ) -> Values:
-    """Write report.json and report.html into a run folder (a path or URI), each whole or not at
-    all.
+    """Write report.json and report.html into the folder of a run, and return the report.
 
-    Returns the report; its arguments are those of `build_report`. The run may still be going.
-    Raises ValueError if the folder holds no run or a damaged one.
+    Arguments and errors are those of `build_report`.
     """
     location = folder or resolve(output)
     report = build_report(output, location, checkpoint=checkpoint, **given)
@@ -76,14 +73,20 @@ def build_report(
     ending: Start | None = None,
     checkpoint: Checkpoint = lambda: None,
     figures: RunFigures | None = None,
+    reviewed: str | None = None,
 ) -> Values:
-    """Build the report of a run folder as JSON values: seconds, tokens, shares (0 to 1); null if
-    there is no value.
+    """Build the report of a run, which may be in progress, as JSON values.
 
-    The run may still be going. folder: the location of `output`, if it is open already. ending: a
-    start whose record in the folder does not say yet how it ends. checkpoint: called between
-    tables; may raise. figures: of all rows, if they were read already. Raises ValueError if the
-    folder holds no run or a damaged one.
+    Args:
+        output: Folder of the run, a path or URI.
+        folder: Location of `output`.
+        ending: A start whose record has no end yet.
+        checkpoint: Called between tables; may raise.
+        figures: Rows of the run, if they are known.
+        reviewed: File with the verdicts of people.
+
+    Raises:
+        ValueError: The folder holds no run or a damaged one, or the review is of another run.
     """
     location = folder or resolve(output)
     source = "parts" if figures or commit_sizes(location) else "summaries"
@@ -113,19 +116,18 @@ def build_report(
         "kernels": tried_kernels(records),
         **documents,
         "gold": gold_figures(location, manifest),
+        "reviewed": read_review(location, resolve(reviewed)) if reviewed else None,
         "drafting": _drafting(records),
         "not_prepared": _not_prepared(manifest) if manifest else {},
         "audit": read_audit(location),
     }
-    # JSON has neither NaN nor infinity: null stands for them.
+    # null replaces NaN and infinity
     finite: Values = json.loads(json.dumps(report), parse_constant=lambda name: None)
     return finite | {"advice": give_advice(finite)}
 
 
 def read_report(output: str) -> Values:
-    """Read the report that a run has written last; build one if there is none. Raises
-    ValueError.
-    """
+    """Read the last report of a run, or build one."""
     location = resolve(output)
     content = read_bytes(report_file(location, "json"))
     report: Values = build_report(output, location) if content is None else json.loads(content)
@@ -141,29 +143,27 @@ def _read(location: Location, checkpoint: Checkpoint) -> RunFigures:
 
 
 def _drafting(starts: list[Start]) -> Values | None:
-    """Return the spread of the workers' last trials of drafts; None if none has ended one."""
+    """Return the spread of the workers' last trials of drafts; None without trials."""
     workers = [worker for start in starts for worker in start.workers or ()]
     found = [each.speedup for each in workers if each.speedup is not None]
     return spread(found) if found else None
 
 
 def _not_prepared(manifest: Values) -> dict[str, int]:
-    """Count by reason what `specextend prepare` could not read, if the input is its data set on
-    this machine.
-    """
+    """Count by reason the failures of `specextend prepare`, for its data set on this machine."""
     path = manifest["config"]["input"]["path"]
     if is_uri(path):  # a report needs no store but its own
         return {}
     try:
         failures = read_errors(resolve(path))
-    # no folder, or a file of that name that is somebody else's
+    # no folder, or another file of that name
     except (OSError, ValueError, TypeError):
         return {}
     return Counter(failure.reason for failure in failures if failure.reason not in (LEFT_OUT, GONE))
 
 
 def _run(manifest: Values) -> Values:
-    """Select from the manifest what a reader of the figures must know."""
+    """Select configuration and models for readers of the report."""
     config = manifest["config"]
     sections = ("prompt", "target", "draft", "decoding", "attention", "tree", "cache", "job")
     named = {name: config.get(name) for name in sections}

@@ -1,6 +1,4 @@
-"""Two runs side by side: their figures, how many of their texts differ, and what of their
-configuration does.
-"""
+"""Comparison of two runs: figures, texts, right answers and configuration."""
 
 import json
 from typing import Any
@@ -13,10 +11,12 @@ from specextend.report.build import build_report
 from specextend.report.gold import compare_gold
 from specextend.report.result_rows import read_rows
 from specextend.report.sections import (
+    INTERVAL,
     RUN,
     WALL_CLOCK,
     Figures,
     Section,
+    listed,
     listed_ids,
     look_up,
     number,
@@ -28,7 +28,7 @@ from specextend.report.sections import (
 from specextend.stats import ratio
 
 NUM_EXAMPLES = 5
-"""Documents with different texts that are named."""
+"""Examples of documents with different texts."""
 _DIFFERENCES = f"""
     SELECT count(*) FILTER (ours.hash IS NOT NULL AND theirs.hash IS NOT NULL) AS common,
         count(*) FILTER (ours.hash != theirs.hash) AS differing,
@@ -47,21 +47,29 @@ FIGURES: Figures = {
     "texts that end in a loop": "quality_flags.repeated",
     "empty texts": "quality_flags.empty",
 }
-"""Figures of a report that are compared."""
-
-
-_GOLD = (
-    "field", "rows", "here", "there", "difference", "from", "to", "p",
-    "right only here", "right only there",
-)  # fmt: skip
+"""Compared figures by name."""
+_GOLD: Figures = {
+    "field": "field",
+    "rows": "rows",
+    "here": "accuracy.0",
+    "there": "accuracy.1",
+    "difference": "share",
+    **INTERVAL,
+    "p": "p",
+    "right only here": "num_here",
+    "right only there": "num_there",
+}
 _ABOUT_GOLD = "Accuracy; the bootstrap's interval of 95% of the difference; McNemar's exact test."
 
 
 def compare(output: str, other: str) -> Values:
-    """Compare two run folders: `{"figures", "texts", "configuration"}`, each value as [here,
-    there].
+    """Compare two run folders.
 
-    Raises ValueError if either holds no run, or a damaged one.
+    Returns:
+        `outputs`, `figures`, `texts`, `gold` and `configuration`, with values as [here, there].
+
+    Raises:
+        ValueError: A folder holds no run, or a damaged one.
     """
     reports = (build_report(output), build_report(other))
     folders = (resolve(output), resolve(other))
@@ -82,7 +90,7 @@ def compare(output: str, other: str) -> Values:
 
 
 def _compare_texts(here: Location, there: Location) -> Values:
-    """Compare the texts of equal ids, character by character, by their hashes."""
+    """Compare the texts of equal ids by their hashes."""
     database = Database()
     for name, folder in (("ours", here), ("theirs", there)):
         check_one_task(read_manifest(folder), f"{folder.path}: a comparison of texts")
@@ -98,9 +106,7 @@ def _compare_texts(here: Location, there: Location) -> Values:
 
 
 def _settings(folder: Location, report: ReadOnly) -> Values:
-    """Return what a run was made with, by dotted name: configuration, hashes of its models,
-    versions and code.
-    """
+    """Return configuration, hashes of models, versions and code of a run, by dotted name."""
     manifest = read_manifest(folder)
     last = report["starts"][-1] if report["starts"] else {"versions": None, "git_commit": None}
     settings = {f"version of {name}": version for name, version in (last["versions"] or {}).items()}
@@ -129,17 +135,16 @@ def render_comparison(comparison: Values) -> str:
     ]
     sides = ("here", "there")
     gold = [
-        (
-            field,
-            number(of["rows"]),
-            *map(percent, (*of["accuracy"], of["difference"], *of["interval"])),
-            f"{of['p']:.2g}",
-            *(number(len(of[f"right_only_{side}"])) for side in ("here", "there")),
-        )
+        {
+            "field": field,
+            **of,
+            "share": of["difference"],
+            **{f"num_{side}": len(of[f"right_only_{side}"]) for side in sides},
+        }
         for field, of in comparison["gold"].items()
     ]
     sections = [
-        Section("Against the right answers", _GOLD, gold, about=_ABOUT_GOLD),
+        listed("Against the right answers", _GOLD, gold, about=_ABOUT_GOLD),
         Section("Figures", ("", *sides, "here / there"), figures),
         Section("What differs in how they were made", ("key", *sides), settings, sides),
     ]
@@ -159,7 +164,7 @@ def _setting(value: Any) -> str:
 
 
 def _text_lines(texts: ReadOnly) -> list[str]:
-    """Say in sentences how the texts differ."""
+    """Describe the differences of texts in sentences."""
     differing = texts["differing"]
     common = texts["common"]
     of_all = f"{differing:,} of {counted(common, 'text')} ({percent(ratio(differing, common))})"

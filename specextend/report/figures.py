@@ -1,4 +1,4 @@
-"""Figures of the documents of a run, and beside the limits of its devices."""
+"""Sums, examples and limits of the rows of a run, in a database. Begin at `document_figures`."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,20 +16,18 @@ from specextend.report.result_rows import ANSWERED, RUN_ID, told_apart
 from specextend.stats import PHASES, ModelWork, ratio
 
 SMALLEST = 512
-"""Upper bound in tokens of the smallest bucket of prompt lengths."""
+"""Upper bound of the smallest bucket of prompt lengths, in tokens."""
 NUM_SLOWEST = 10
 NUM_IDS = 10
-"""Ids that are listed of the documents of a class of errors or of a quality flag."""
+"""Ids listed for a class of errors or a flag."""
 NUM_TEXTS = 3
 _HELD_TEXTS = 100
-"""Texts among which those with a flag of the whole run are looked for."""
+"""Texts in which flags of the whole run are searched."""
 TEXT_CHARACTERS = 2000
-"""Texts that are shown, drawn at random, and so many more that have a flag; the characters of each,
-at most.
-"""
+"""Texts drawn at random, as many with a flag, and their longest length."""
 _SHOWN = f"left(summary, {TEXT_CHARACTERS}) AS summary, sources[:200] AS sources"
 _MOST_WAITING = 16 << 20
-"""Bytes of rows that wait until they are counted."""
+"""Bytes of rows that wait for one insertion."""
 _LIMITED = """
     SELECT worker, count(*) AS documents, sum(prefill_s) AS prefill_s, sum(verify_s) AS verify_s,
         sum(num_forwards) AS num_forwards, sum(num_requests) AS num_prompts,
@@ -44,8 +42,8 @@ _LIMITED = """
         AND worker IN (SELECT unnest(?))
     GROUP BY worker
 """
-"""Work of the documents of each worker. What was copied from another prompt is none; the requests
-of a document in parts count as if they were equally long, which they are but for the last.
+"""Work by worker, without tokens cached from another prompt. Requests of a document in parts count
+as equally long.
 """
 _WORK = [spec.name for spec in fields(ModelWork)]
 _LIMITS = {*_WORK, "read_bytes_per_s", "flop_per_s"}
@@ -59,9 +57,7 @@ _UNREAD = {
     "output_tokens_per_s",
 }
 DONE_COLUMNS = tuple(name for name in SUMMARY_SCHEMA.names if name not in _UNREAD)
-"""Columns of a finished document that the report needs; what it keeps is a few texts, and hundreds
-of bytes of each.
-"""
+"""Columns of a finished document in the report, a few hundred bytes each without texts."""
 _SUMMED_COLUMNS = (
     *(name for name in DONE_COLUMNS if name.startswith("num_")),
     "decode_s",
@@ -75,9 +71,7 @@ _SUMS = {name: f"sum({name})" for name in _SUMMED_COLUMNS} | {
     "tried_again": "count(*) FILTER (attempts > 1)",
     "num_flagged": "count(*) FILTER (len(quality_flags) > 0)",
 }
-"""Sums of columns, and some that are divided by them. A document with one retrieval has no churn:
-null, and left out of both sums.
-"""
+"""Sums of columns. A document with one retrieval has no churn."""
 _OF_TEXT = ("copied_fraction", "rouge1", "rouge2", "rougeL")
 _OF_WORK = ("queue_s", "ttft_s", "decode_s", "total_s", "mean_acceptance_length")
 _SLOWEST = (
@@ -90,15 +84,15 @@ _SLOWEST = (
     "queue_s",
 )
 ERROR_COLUMNS = ("doc_id", "error_class", "message", "stage", "retryable")
-"""Columns of a failed document that the report needs."""
+"""Columns of a failed document in the report."""
 _DONE_SCHEMA = pa.schema(
     [*(SUMMARY_SCHEMA.field(name) for name in DONE_COLUMNS), (RUN_ID, "string")]
 )
 _FLOATS = [field.name for field in _DONE_SCHEMA if pa.types.is_floating(field.type)]
 _FINITE = ", ".join(f"if(isfinite({name}), {name}, NULL) AS {name}" for name in _FLOATS)
-"""JSON has neither NaN nor infinity, and one such row would spoil every sum."""
+"""One NaN or infinity would spoil every sum."""
 _APART = "evidence, sources, choices, figures, summary"
-"""Columns that are counted apart."""
+"""Columns with tables of their parts."""
 _TABLES = (
     f"CREATE TABLE done AS SELECT * EXCLUDE ({_APART}) FROM given",
     f"CREATE TABLE texts AS SELECT doc_id, quality_flags, {_SHOWN} FROM given",
@@ -193,9 +187,7 @@ _FLAGS = f"""
 
 
 class RunFigures:
-    """The columns of a run that its figures need, collected as they are read: in a database, in
-    bounded memory.
-    """
+    """Rows of a run in a database of bounded memory."""
 
     def __init__(self) -> None:
         self._database = Database()
@@ -203,15 +195,15 @@ class RunFigures:
         self._waiting: list[pa.Table] = []
         self._num_bytes = 0
         self.words = RunWords()
-        """Words of the answers, for whoever reads the commits to fill in."""
+        """Words of the answers, filled in by the reader of the commits."""
 
     def add(self, results: pa.Table) -> None:
-        """Add results as `read_results` yields them, with all columns."""
+        """Add results of `read_results`, with all columns."""
         for is_done, rows in told_apart(results, DONE_COLUMNS, ERROR_COLUMNS):
             self.take(is_done, rows)
 
     def take(self, is_done: bool, rows: pa.Table) -> None:
-        """Add rows as `read_rows` yields them, of DONE_COLUMNS or ERROR_COLUMNS."""
+        """Add rows of `read_rows`, with DONE_COLUMNS or ERROR_COLUMNS."""
         if not is_done:
             self._database.add(rows, _ADD_ERRORS)
             return
@@ -221,9 +213,7 @@ class RunFigures:
             self._insert()
 
     def create(self, name: str, columns: str, rows: Sequence[Sequence[Any]]) -> None:
-        """Create a table of a few rows beside those of the documents. columns: their names with
-        their types.
-        """
+        """Create a table of a few rows. `columns` are names and types in SQL."""
         self.select(f"CREATE OR REPLACE TABLE {name} ({columns})")
         if rows:
             arrays = [*map(pa.array, zip(*mended(rows), strict=True))]
@@ -232,20 +222,18 @@ class RunFigures:
             )
 
     def flag_generic(self) -> None:
-        """Add the flag `generic` to rows that were read from commits."""
+        """Add the flag `generic` to rows of commits."""
         self.create("generic", "doc_id TEXT", [[row["doc_id"]] for row in self.words.flagged()])
         for table in ("done", "texts"):
             self.select(_FLAG_GENERIC.format(table, GENERIC, GENERIC))
 
     def select(self, query: str, *values: Any) -> list[Values]:
-        """Return the rows that a query finds in `done`, `errors` and `work`, which is `done` with
-        times and buckets.
-        """
+        """Query `done`, `errors` and `work`, which is `done` with times and buckets."""
         self._insert()
         return self._database.select(query, *values)
 
     def _insert(self) -> None:
-        """Add the rows that wait: a commit has few of them, and every statement costs the same."""
+        """Insert waiting rows together, because statements are slow and commits small."""
         if self._waiting:
             self._database.add(pa.concat_tables(self._waiting), *_ADD_DONE)
             self._waiting = []
@@ -253,7 +241,7 @@ class RunFigures:
 
 
 def _of_phases(form: str) -> str:
-    """Return a struct of SQL with a field for each phase."""
+    """Return an SQL struct with a field for each phase."""
     return "{" + ", ".join(f"'{name.removesuffix('_s')}': {name} / {form}" for name in PHASES) + "}"
 
 
@@ -312,19 +300,16 @@ _SECTIONS = f"""
         }} AS of_bucket
     FROM figures ORDER BY bucket NULLS FIRST
 """
-"""The sections that are sums over all documents, and then over those of each prompt length.
-
-That is up to a power of two, and the bound belongs to its bucket. Columns without values are 0.
-"""
+"""Sums over all documents, and by prompt length up to powers of two. Missing values count as 0."""
 
 
 def document_figures(figures: RunFigures) -> Values:
-    """Compute the sections of the report that follow from the rows alone.
+    """Compute the sections of the report that need only rows.
 
-    `evidence` has by field of an answer the documents with a string there, the strings, and those
-    that documents hold; `choices` by field that was scored and its likeliest value, the most
-    frequent first, documents and the sum of its probabilities; `errors` classes and stages, the
-    most frequent first.
+    Returns:
+        Among others `evidence` with documents, strings and found strings by field, `choices` with
+        documents and a sum of probabilities by field and likeliest value, and `errors` by class and
+        stage, most frequent first.
     """
     figures.flag_generic()
     whole, *buckets = figures.select(_SECTIONS)
@@ -359,9 +344,7 @@ def document_figures(figures: RunFigures) -> Values:
 
 
 def _spread(figures: RunFigures, name: str) -> Values | None:
-    """Return n, median, mean, range and sample standard deviation of the values that are not
-    null.
-    """
+    """Return n, median, mean, range and standard deviation of a column without nulls."""
     measures = (
         f"avg({name}) AS mean, min({name}) AS min, max({name}) AS max, stddev_samp({name}) AS sd"
     )
@@ -376,7 +359,7 @@ def _spread(figures: RunFigures, name: str) -> Values | None:
 
 
 def _counts(figures: RunFigures, name: str) -> dict[str, int]:
-    """Count the rows of each value, the most frequent first."""
+    """Count the rows by value, most frequent first."""
     query = (
         f"SELECT {name} AS value, count(*) AS n FROM done WHERE value IS NOT NULL GROUP BY "
         "1 ORDER BY n DESC, 1"
@@ -385,10 +368,10 @@ def _counts(figures: RunFigures, name: str) -> dict[str, int]:
 
 
 def limit_figures(figures: RunFigures, starts: Sequence[Start]) -> Values | None:
-    """Compute the shares of their devices' limits that workers reached: matrix rate in prefill,
-    bandwidth in steps.
+    """Compute the shares of matrix rate (prefill) and bandwidth (steps) that workers reached.
 
-    None if the limits of no document's worker are known.
+    Returns:
+        The shares, or None without measured limits.
     """
     limits = {
         worker.name: (worker.device, worker.limits)

@@ -1,17 +1,16 @@
-"""Answers beside the right answers that the input holds (`input.gold`): how good a run is, and
-whether another run is better.
-"""
+"""Accuracy by right answers (`input.gold`), of one run and of two. Begin at `gold_figures`."""
 
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from specextend.core import ReadOnly, Values, did_you_mean
@@ -21,38 +20,40 @@ from specextend.data.quality import token_f1
 from specextend.data.results import damaged_results, result_files
 from specextend.data.schema import TextColumns, text_columns
 from specextend.data.storage import Location
+from specextend.report.intervals import wilson
 from specextend.stats import ratio
 
 MOST_LABELS = 50
-"""Different values of a field, from which on it has no confusion matrix."""
+"""Most values of a field with a confusion matrix."""
+MOST_GROUPS = 10
+LEAST_ROWS = 10
+"""Limits of groups by confidence."""
 NONE = "(none)"
-"""The label of an answer that is null."""
+"""Label of a null answer."""
 _MIDNIGHT = re.compile(r" 00:00:00(?:\.0+)?(?:Z|[+-][0-9]{4})?\Z")
-_Z = 1.959963984540054
-"""Quantile of the normal distribution for intervals of 95%."""
 _SAMPLES = 10_000
 
 
 class Judged(NamedTuple):
-    """A field of an answer beside the right answer."""
+    """A field of an answer, and the right answer."""
 
     field: str
     doc_id: str
     gold: str
     answer: str | None
+    confidence: float | None = None
+    """Mean log probability of a token, if the run has `output.confidence`."""
 
     @property
     def is_right(self) -> bool:
-        """Return True if both are equal but for case and space around them."""
+        """Return True if both are equal, without case and outer space."""
         return self.gold == self.answer
 
 
 def check_gold(
     gold: Mapping[str, str], passthrough: Iterable[pa.Field], columns: TextColumns
 ) -> None:
-    """Raise ValueError for a field that answers do not have, and for types that are not
-    compared.
-    """
+    """Raise ValueError for an unknown field of `input.gold`, or a type without a comparison."""
     kinds = {name: kind for name, (kind, _) in _fields(columns).items()}
     given = {field.name: field.type for field in passthrough}
     for field, column in gold.items():
@@ -70,11 +71,11 @@ def check_gold(
 
 
 def judged(output: Location, manifest: ReadOnly | None) -> Iterator[Judged]:
-    """Yield each field of each answer of a run that has a right answer. A run that has not ended
-    has none.
-    """
+    """Yield the fields of a finished run with a right answer."""
     gold: Mapping[str, str] = (manifest["config"]["input"].get("gold") or {}) if manifest else {}
-    names = ["doc_id", *dict.fromkeys([*gold, *gold.values()])]
+    columns = text_columns(manifest["config"] if manifest else {})
+    sure = ["confidence"] if columns.has_confidence else []
+    names = ["doc_id", *dict.fromkeys([*gold, *gold.values()]), *sure]
 
     def read(parquet: pq.ParquetFile) -> Iterator[pa.Table]:
         return stream(parquet, names)
@@ -84,16 +85,25 @@ def judged(output: Location, manifest: ReadOnly | None) -> Iterator[Judged]:
             ids = table["doc_id"].to_pylist()
             for field, column in gold.items():
                 spelled = (_spelled(table[name]) for name in (column, field))
-                for doc_id, right, answer in zip(ids, *spelled, strict=True):
+                confidences = _confidences(table, field, columns)
+                for doc_id, right, answer, sure in zip(ids, *spelled, confidences, strict=True):
                     if right is not None:
-                        yield Judged(field, doc_id, right, answer)
+                        yield Judged(field, doc_id, right, answer, sure)
+
+
+def _confidences(table: pa.Table, field: str, columns: TextColumns) -> list[float | None]:
+    """Return the confidence of each answer; None for a field of another task than the first."""
+    name = "whole" if field == columns.text and columns.answers is None else field
+    if columns.has_confidence:
+        entries = table["confidence"]
+        if name in [each.name for each in entries.type]:
+            return pc.struct_field(entries, name).to_pylist()
+    return [None] * len(table)
 
 
 def gold_figures(output: Location, manifest: ReadOnly | None) -> Values:
-    """Compute by field the rows with a right answer, how many are right, the accuracy and its
-    interval; of labels Cohen's kappa, the confusion matrix, precision and recall; of texts the F1
-    of their words.
-    """
+    """Compute the accuracy of a run by field, as docs/planning-and-report.md describes."""
+    sure: defaultdict[str, list[tuple[float, bool]]] = defaultdict(list)
     pairs: defaultdict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
     scores = defaultdict[str, list[float]](list)
     counts: defaultdict[str, Counter[bool]] = defaultdict(Counter)
@@ -101,6 +111,8 @@ def gold_figures(output: Location, manifest: ReadOnly | None) -> Values:
     for each in judged(output, manifest):
         kind, is_free = kinds[each.field]
         counts[each.field][each.is_right] += 1
+        if each.confidence is not None:
+            sure[each.field].append((each.confidence, each.is_right))
         if is_free:
             scores[each.field].append(token_f1(each.answer or "", each.gold))
         elif not pa.types.is_floating(kind):
@@ -110,21 +122,50 @@ def gold_figures(output: Location, manifest: ReadOnly | None) -> Values:
             "rows": of.total(),
             "right": of[True],
             "accuracy": of[True] / of.total(),
-            "interval": wilson(of[True], of.total()),
+            "interval": wilson(of[True] / of.total(), of.total()),
             "f1": sum(scores[field]) / of.total() if scores[field] else None,
             **_of_labels(pairs[field]),
+            "calibration": calibration(sure[field]),
         }
         for field, of in counts.items()
     }
 
 
+def calibration(judged: Sequence[tuple[float, bool]]) -> list[Values]:
+    """Divide answers into groups of equal size by confidence, the least certain first.
+
+    Args:
+        judged: Log probability of a token, and True for a right answer.
+
+    Returns:
+        For each of at most MOST_GROUPS groups `rows`, `probability` (mean of a token), `accuracy`
+        and its `interval`; nothing for fewer than two groups of LEAST_ROWS.
+    """
+    num_groups = min(MOST_GROUPS, len(judged) // LEAST_ROWS)
+    if num_groups < 2:
+        return []
+    groups = []
+    for group in np.array_split(np.array(sorted(judged)), num_groups):
+        accuracy = float(group[:, 1].mean())
+        groups.append(
+            {
+                "rows": len(group),
+                "probability": float(np.exp(group[:, 0]).mean()),
+                "accuracy": accuracy,
+                "interval": wilson(accuracy, len(group)),
+            }
+        )
+    return groups
+
+
 def compare_gold(
     here: tuple[Location, ReadOnly | None], there: tuple[Location, ReadOnly | None]
 ) -> Values:
-    """Compare by field the accuracy of two runs over the documents that both have answered.
+    """Compare the accuracy of two runs over their common documents.
 
-    Returns `rows`, `accuracy` as [here, there], their `difference` with the bootstrap's `interval`,
-    `p` of McNemar's exact test, and the ids of documents that are right on one side alone.
+    Returns:
+        By field `rows`, `accuracy` as [here, there], `difference`, its bootstrap `interval`, `p` of
+        McNemar's exact test, and ids in `right_only_here` and `right_only_there`.
     """
     right = [
         {(each.field, each.doc_id): each.is_right for each in judged(*side)}
@@ -152,21 +193,8 @@ def compare_gold(
     return found
 
 
-def wilson(right: int, rows: int) -> list[float]:
-    """Return Wilson's interval of 95% for a share."""
-    share = right / rows
-    spread = _Z * math.sqrt(share * (1 - share) / rows + _Z**2 / (4 * rows**2))
-    middle = share + _Z**2 / (2 * rows)
-    return [
-        max(0.0, (middle - spread) / (1 + _Z**2 / rows)),
-        min(1.0, (middle + spread) / (1 + _Z**2 / rows)),
-    ]
-
-
 def kappa(pairs: Mapping[tuple[str, str], int]) -> float | None:
-    """Return Cohen's kappa of pairs of labels with their counts; None if both sides always have the
-    same one.
-    """
+    """Return Cohen's kappa of counted pairs of labels; None if all labels are equal."""
     rows = sum(pairs.values())
     sides = [Counter[str](), Counter[str]()]
     for pair, count in pairs.items():
@@ -178,9 +206,7 @@ def kappa(pairs: Mapping[tuple[str, str], int]) -> float | None:
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Return the two-sided p of McNemar's exact test: how likely so uneven a split would be by
-    chance.
-    """
+    """Return the two-sided p of McNemar's exact test."""
     total = gained + lost
     log_all = math.lgamma(total + 1) - total * math.log(2)
     tail = sum(
@@ -191,7 +217,7 @@ def mcnemar(gained: int, lost: int) -> float:
 
 
 def bootstrap(gained: int, lost: int, rows: int) -> list[float]:
-    """Return the interval of 95% of a difference of accuracies, by documents drawn again."""
+    """Return the bootstrap interval (95%) of a difference of accuracies."""
     shares = [gained / rows, lost / rows, (rows - gained - lost) / rows]
     drawn = np.random.default_rng(0).multinomial(rows, shares, _SAMPLES)
     low, high = np.percentile((drawn[:, 0] - drawn[:, 1]) / rows, [2.5, 97.5])
@@ -223,7 +249,7 @@ def _of_labels(pairs: Counter[tuple[str, str]]) -> Values:
 
 
 def _fields(columns: TextColumns) -> dict[str, tuple[pa.DataType, bool]]:
-    """Return the type of each field of answers by name, and whether it is free text."""
+    """Return type, and True for free text, of each field of answers."""
     found: dict[str, tuple[pa.DataType, bool]] = {}
     for text, schema in (columns[:2], *(each[1:] for each in columns.others)):
         free = free_fields(schema, "string") if schema else frozenset[str]()
@@ -246,7 +272,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _spelled(column: pa.ChunkedArray) -> list[str | None]:
-    """Write values as texts by which answers are compared, whatever their types are."""
+    """Write values of any type as comparable texts."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         return _spelled(column.cast(kind.value_type))
@@ -261,7 +287,7 @@ def _spelled(column: pa.ChunkedArray) -> list[str | None]:
 
 
 def _number(text: str) -> str | None:
-    """Return the shortest digits of a number; None if it is NaN."""
+    """Return the shortest digits of a number; None for NaN."""
     value = Decimal(text) or Decimal(0)  # which has no sign
     digits = f"{value:f}"
     if value.is_nan():

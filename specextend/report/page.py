@@ -1,8 +1,9 @@
-"""The report as one page of HTML that needs nothing else: no network, no script, no other file."""
+"""The report as one page of HTML without network, scripts or other files."""
 
 import json
 from collections import defaultdict
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -33,7 +34,7 @@ TILES: Figures = {
     "Cost of 1,000 documents": "wall_clock.cost.per_thousand_documents",
     "Worker hours": "wall_clock.worker_hours",
 }
-"""What the page shows first, in large figures; those without a value are left out."""
+"""Large figures of the page; figures without a value are left out."""
 STATES = {
     None: "no end recorded",
     0: "complete",
@@ -41,22 +42,24 @@ STATES = {
     3: "ended with too many errors",
     75: "stopped; run again to resume",
 }
-"""What an exit code of the last start means for its run; any other is a failure."""
+"""States of a run by the exit code of its last start; any other code is a failure."""
+_BY_LENGTH = (
+    ("documents", "Documents", 0),
+    ("seconds_per_document", "Seconds of a document", 1),
+    ("mean_acceptance_length", "Tokens per speculative step", 2),
+)
 ALIVE_S = 60.0
-"""Age of a driver's last sign of life below which the page calls its run running; a driver beats
-every 10 s.
-"""
+"""Age of the last sign of life below which a run is running; a driver beats every 10 s."""
 
 
 def to_html(report: ReadOnly) -> str:
     """Render the report as a page.
 
-    It never raises: the texts of a run are there, and must not be lost to a fault of its page,
-    which says so instead.
+    A fault of the page must not end a run with finished texts: the page shows it.
     """
     try:
         return _render(report)
-    except Exception as error:  # noqa: BLE001 - the page itself says what failed, and report.json has the figures
+    except Exception as error:  # noqa: BLE001 - the page shows it
         why = escape(printable(f"{type(error).__name__}: {first_line(error)}"))
         return (
             '<!doctype html><meta charset="utf-8"><title>Report</title>'
@@ -79,6 +82,8 @@ def _render(report: ReadOnly) -> str:
         starts=counted(len(report["starts"]), "start"),
         tiles=[(name, path, shown(path, look_up(report, path))) for name, path in TILES.items()],
         sections=sections(report),
+        lengths=_lengths(report),
+        certainty=_certainty(report),
         left_out=LEFT_OUT,
         kind_names=KIND_NAMES,
         seats_of=_seats,
@@ -91,10 +96,48 @@ def _render(report: ReadOnly) -> str:
     )
 
 
+class Plot(NamedTuple):
+    """A column chart."""
+
+    key: str
+    title: str
+    labels: Sequence[str]
+    values: Sequence[float | None]
+    digits: int
+    most: float
+    """Value of the highest column."""
+
+
+def _lengths(report: ReadOnly) -> list[Plot]:
+    """Return the charts by the length of prompts; seconds are sums of phases."""
+    plots = []
+    for key, title, digits in _BY_LENGTH:
+        given = [bucket[key] for bucket in report["buckets"]]
+        values = [sum(of.values()) if isinstance(of, dict) else of for of in given]
+        if most := max((value or 0 for value in values), default=0):
+            labels = [bucket["bucket"] for bucket in report["buckets"]]
+            plots.append(Plot(key, title, labels, values, digits, most))
+    return plots
+
+
+def _certainty(report: ReadOnly) -> list[Plot]:
+    """Return a chart of the accuracy by confidence for each field with right answers."""
+    return [
+        Plot(
+            f"calibration_{field}",
+            field,
+            [f"{group['probability']:.2f}" for group in of["calibration"]],
+            [100 * group["accuracy"] for group in of["calibration"]],
+            0,
+            100,
+        )
+        for field, of in (report.get("gold") or {}).items()
+        if of["calibration"]
+    ]
+
+
 def _shown(value: Any) -> Any:
-    """Make text safe to show: control characters and signs that reorder their neighbours become
-    codes.
-    """
+    """Replace control characters and signs that reorder text by codes."""
     return (
         printable(value, keep="\n")
         if isinstance(value, str) and not isinstance(value, Markup)
@@ -103,9 +146,7 @@ def _shown(value: Any) -> Any:
 
 
 def _seats(timeline: ReadOnly) -> dict[str, list[ReadOnly]]:
-    """Group the workers of a start by the name of their seat, or by their own; without those that
-    had no process.
-    """
+    """Group the workers of a start by seat, without workers that never had a process."""
     seats: defaultdict[str, list[ReadOnly]] = defaultdict(list)
     for worker in timeline["workers"]:
         if worker["begun_s"] is not None or worker["spans"]:
@@ -116,7 +157,7 @@ def _seats(timeline: ReadOnly) -> dict[str, list[ReadOnly]]:
 
 
 def _state(report: ReadOnly) -> str:
-    """Say in a few words how the run stands."""
+    """Return the state of the run in a few words."""
     if not report["starts"]:
         return "no start recorded"
     last = report["starts"][-1]
@@ -129,7 +170,7 @@ def _state(report: ReadOnly) -> str:
 
 
 def _config(report: ReadOnly) -> str:
-    """Return the parts of the configuration that the report holds, as JSON."""
+    """Return the configuration in the report as JSON."""
     run = report["run"] or {}
     shown = {
         name: value

@@ -1,6 +1,4 @@
-"""The valid rows of a run folder, as tables in bounded memory, and in the output format of OpenAI's
-Batch API.
-"""
+"""Valid rows of a run as tables of bounded size, and as responses of OpenAI's Batch API."""
 
 from collections.abc import Iterator, Sequence
 
@@ -33,15 +31,13 @@ from specextend.data.schema import COMMIT_SCHEMA, task_failures
 from specextend.data.storage import Location, atomic_output
 
 RUN_ID = "run_id"
-"""Column that is added to every table: the start that committed a row; null if only summaries are
-left.
-"""
+"""Added column: the start that committed a row; null for rows of `summaries/`."""
 ANSWERED = "answered"
-"""Column that is added to error rows: True if other tasks of the document have an answer."""
+"""Added column of error rows: True if other tasks of the document have an answer."""
 _PIECE_BYTES = 4 << 20
-"""Bytes of rows that the database writes as JSON at a time."""
+"""Bytes of rows that are converted to JSON at a time."""
 BATCH_ROWS = 16_384
-"""Rows of a table, about, where tables are made as large as is useful."""
+"""Rows of a table."""
 _RESPONSE = (
     "doc_id",
     "summary",
@@ -57,7 +53,7 @@ _NAMED = (
     "FROM (SELECT *, left(sha256(coalesce(run_id, 'None') || ':' || doc_id), 24) AS name "
     "FROM given)"
 )
-"""The rows, each with an identifier that is the same in every export of a folder."""
+"""Rows with an identifier that every export repeats."""
 _DONE = f"""
     SELECT to_json({{
         'id': 'batch_req_' || name, 'custom_id': doc_id,
@@ -82,7 +78,7 @@ _DONE = f"""
         'error': NULL
     }}) AS line {_NAMED} CROSS JOIN run
 """
-"""Responses. The API knows no loops: an output that was ended for one was cut, too."""
+"""Responses. The API has no reason for loops, so they count as cut."""
 _FAILED = f"""
     SELECT to_json({{
         'id': 'batch_req_' || name, 'custom_id': doc_id, 'response': NULL,
@@ -94,15 +90,18 @@ _FAILED = f"""
 def read_rows(
     output: Location, done: Sequence[str], errors: Sequence[str], words: RunWords | None = None
 ) -> Iterator[tuple[bool, pa.Table]]:
-    """Read columns of the finished documents and of the failed ones, each with RUN_ID; one row for
-    each document.
+    """Yield tables of finished (True) and failed documents, from commits or else from results.
 
-    Each table comes with True if its documents have a text. Documents of which some tasks failed
-    are in one of each kind, and ANSWERED in the latter. Rows are read from the commits in
-    `_run/parts`, which are complete at any time; a copy of the folder without them from
-    `summaries/` and `errors/`. Raises ValueError if the folder has neither, unless its run was
-    about no row, because earlier runs have done all of them. words: filled in from the commits,
-    whose flags lack `generic`.
+    A document with failed tasks is in a table of each kind, and ANSWERED in the second.
+
+    Args:
+        output: Folder of the run.
+        done: Columns of finished documents; RUN_ID is added.
+        errors: Columns of failed documents.
+        words: Filled in from commits, for the flag `generic`.
+
+    Raises:
+        ValueError: The folder has no results, although its run has rows.
     """
     if commit_sizes(output):
         for table in read_results(output, COMMIT_SCHEMA.names):  # all, so that damage is found
@@ -127,7 +126,7 @@ def read_rows(
 def told_apart(
     results: pa.Table, done: Sequence[str], errors: Sequence[str]
 ) -> Iterator[tuple[bool, pa.Table]]:
-    """Yield the rows of a table of `read_results` as `read_rows` does."""
+    """Yield the rows of a table of `read_results` in the form of `read_rows`."""
     state = state_of(results)
     run_ids = pa.repeat(pa.scalar(run_id_of(commit_of(results)), pa.string()), len(results))
     if state != FAILED:
@@ -138,9 +137,7 @@ def told_apart(
 
 
 def find_rows(output: Location, doc_ids: Sequence[str], columns: Sequence[str]) -> list[Values]:
-    """Return columns of the finished documents with these ids. Raises ValueError as `read_rows`
-    does.
-    """
+    """Return columns of the finished documents with these ids."""
     wanted = pa.array(doc_ids, "string")
     tables = (table for is_done, table in read_rows(output, columns, ["doc_id"]) if is_done)
     return [
@@ -151,11 +148,7 @@ def find_rows(output: Location, doc_ids: Sequence[str], columns: Sequence[str]) 
 
 
 def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa.Table]:
-    """Read columns of a result file with the names and types of COMMIT_SCHEMA. text: its name for
-    `summary`.
-
-    Raises ValueError if it is damaged.
-    """
+    """Read columns of a result file with the names and types of COMMIT_SCHEMA."""
     schema = pa.schema([COMMIT_SCHEMA.field(name) for name in columns])
     stored = [text if name == "summary" else name for name in columns]
 
@@ -169,7 +162,7 @@ def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa
 
 
 def _read_failures(file: Location, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """Read the documents of a file of `summaries/` of which some tasks failed, as error rows."""
+    """Read documents of `summaries/` with failed tasks as error rows."""
 
     def read(parquet: pq.ParquetFile) -> Iterator[pa.Table]:
         if "tasks" not in parquet.schema_arrow.names:
@@ -184,12 +177,14 @@ def _read_failures(file: Location, columns: Sequence[str]) -> Iterator[pa.Table]
 
 
 def write_responses(output: Location, file: Location) -> tuple[int, int, int | None]:
-    """Write the responses of a run folder to a file, one JSON line for each document, whole or not
-    at all.
+    """Write a JSON line for each document of a run, in no particular order.
 
-    Returns how many there are, how many of them are errors, and how many documents the run has:
-    None if the folder has no manifest. Lines come in no particular order. Raises ValueError if the
-    folder holds no run.
+    Returns:
+        Numbers of lines, of errors among them, and of documents of the run (None without a
+        manifest).
+
+    Raises:
+        ValueError: The folder holds no run, or a run of several tasks.
     """
     manifest = read_manifest(output)
     check_one_task(manifest, f"{output.path}: --format openai")

@@ -1,6 +1,4 @@
-"""The sections of a report: tables of texts, which the page shows as HTML and the commands
-print.
-"""
+"""Tables of a report for the page and the terminal. Begin at `sections`."""
 
 import io
 import re
@@ -12,18 +10,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from specextend.core import ReadOnly, counted, printable
+from specextend.core import ReadOnly, Values, counted, printable
 from specextend.data.prompts import describe_cut
 from specextend.stats import ratio
 
 _MOST_VALUES = 20
-"""Values of a field that are shown, the most frequent ones."""
-
+"""Values shown for a field, most frequent first."""
 LONGEST = 200
-"""Most characters of an id or a message that a table shows."""
+"""Most characters of an id or a message."""
 MOST_FINDINGS = 3
 MOST_CLASSES = 5
-"""Findings and classes of errors that the end of a run shows."""
+"""Findings and classes of errors at the end of a run."""
 PHASE_NAMES = {
     "prefill": "target prefill",
     "draft_prefill": "draft prefill",
@@ -45,16 +42,14 @@ KIND_NAMES = {
 
 @dataclass(frozen=True)
 class Section:
-    """A table with a title. The first column and those in `text_columns` hold text, the others
-    numbers.
-    """
+    """A table. The first column and `text_columns` hold text, all others numbers."""
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     text_columns: Sequence[str] = ()
     about: str = ""
-    """What a reader must know to understand it."""
+    """Explanation for readers."""
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -65,7 +60,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def amount(value: float) -> str:
-    """Format hours or money, of which small runs take less than a hundredth."""
+    """Format hours or money, with two digits for small amounts."""
     return f"{value:.2g}" if value < 0.1 else number(value)
 
 
@@ -109,7 +104,7 @@ thousandths = partial(number, digits=3)
 
 
 def in_turns(found: ReadOnly) -> str:
-    """Format a speed-up that was measured in turns, so that chance does not pass for a result."""
+    """Format a speed-up with its range, and say if the range contains 1."""
     least, most = found["min"], found["max"]
     said = f"{found['median']:.2f} ({least:.2f} to {most:.2f} in {counted(found['n'], 'turn')})"
     return f"{said}, which shows no difference" if least <= 1 <= most else said
@@ -120,16 +115,17 @@ _UNITS: Mapping[str, Callable[[Any], str]] = {
     r"^(flop|read_bytes)_per_s$": lambda rate: tenths(rate / 1e9),
     r"per_(s|hour|busy_s)$|tree_size$|^memory_gib": tenths,
     r"(_s|seconds)$": duration,
-    r"share|_rate$|coverage$|churn$": percent,
+    r"share|_rate$|coverage$|churn$|accuracy|interval|precision|recall|probability": percent,
+    "^p$": "{:.2g}".format,
     r"hours$|\.cost\.": amount,
     "^(begin|last_sign)$": moment,
     "^(mean|median)$": thousandths,
     "^(commit|sha256)$": lambda name: shortened(name)[:12],
     "message$": message,
 }
-"""How figures are shown, by the unit in their names."""
+"""Formats by the unit in a name."""
 Figures = Mapping[str, str]
-"""By the name that people read: where a figure is (keys, joined by dots)."""
+"""Dotted paths of figures by their title."""
 LEFT_OUT = {
     "not_redone": "not to be done again",
     "not_matching": "by input.filter",
@@ -138,7 +134,7 @@ LEFT_OUT = {
     "failed_before": "as failed before and unchanged",
     "over_limit": "by input.limit",
 }
-"""What a run's selection left out, and why."""
+"""Reasons for rows that a selection left out."""
 SELECTION: Figures = {
     "rows of the whole input": "selection.input",
     **{f"left out {why}": f"selection.{name}" for name, why in LEFT_OUT.items()},
@@ -190,7 +186,7 @@ OUTCOME: Figures = {
     "mean acceptance length": "acceptance.mean_acceptance_length",
     "decode tokens/s of one text": "speed.decode_tokens_per_s",
 }
-"""What the end of a run shows."""
+"""Figures at the end of a run."""
 AUDIT: Figures = {
     "documents decoded again, with a draft and without": "audit.documents",
     "of which failed": "audit.failed",
@@ -262,6 +258,57 @@ MODEL: Figures = {
     "commit": "commit",
     "hash of its files": "sha256",
 }
+INTERVAL: Figures = {"from": "interval.0", "to": "interval.1"}
+PAID: Figures = {"spent on": "kind", "share": "share", "worker time": "seconds"}
+PHASE: Figures = {"phase": "phase", "share": "share", "time": "seconds"}
+DEPTH: Figures = {"at least": "depth", "share": "share"}
+_ABOUT_DEPTHS = "Of the speculative steps, those that accepted so many draft tokens or more."
+FLAG: Figures = {"flag": "name", "rows": "rows", "share": "share", "for example": "ids"}
+ENDING: Figures = {"finish_reason": "name", "rows": "rows", "share": "share"}
+EVIDENCE: Figures = {
+    "field": "field",
+    "filled": "filled_share",
+    "strings": "strings",
+    "in the document": "found_share",
+}
+CHOICE: Figures = {
+    "field": "field",
+    "value": "value",
+    "documents": "documents",
+    "share": "share",
+    "mean probability": "probability",
+}
+GOLD: Figures = {
+    "field": "field",
+    "rows": "rows",
+    "accuracy": "accuracy",
+    **INTERVAL,
+    "kappa": "kappa",
+    "F1": "f1",
+}
+CALIBRATION: Figures = {
+    "field": "field",
+    "confidence": "probability",
+    "rows": "rows",
+    "accuracy": "accuracy",
+    **INTERVAL,
+}
+LABEL: Figures = {
+    "field": "field",
+    "label": "label",
+    "right answer": "gold",
+    "answer": "answers",
+    "precision": "precision",
+    "recall": "recall",
+}
+CONFUSED: Figures = {"field": "0", "right answer": "1", "answer": "2", "rows": "3"}
+REVIEWED: Figures = {
+    "answers that are": "name",
+    "in the run": "answers",
+    "reviewed": "reviewed",
+    "share": "share",
+    **INTERVAL,
+}
 MEASURED: Figures = {
     "": "about",
     "documents": "n",
@@ -277,7 +324,7 @@ MEASURES = {
 
 
 def shown(path: str, value: Any) -> str:
-    """Format a figure by the unit in its name, or else by what it is; `-` for None."""
+    """Format a figure by the unit in its name, or by its type; `-` for None."""
     if value is None:
         return "-"
     if unit := next((unit for unit in _UNITS if re.search(unit, path)), None):
@@ -293,46 +340,45 @@ def shown(path: str, value: Any) -> str:
 
 
 def look_up(report: ReadOnly, path: str) -> Any:
-    """Return the value at a dotted path; None if there is none."""
+    """Return the value at a path of keys and places, joined by dots, or None."""
     value: Any = report
     for key in path.split("."):
-        value = None if value is None else value.get(key)
+        if value is not None:
+            value = value[int(key)] if key.isdigit() else value.get(key)
     return value
 
 
 def num_texts(report: ReadOnly) -> int:
-    """Return the number of documents with a text, some of whose tasks may have failed."""
+    """Return the number of documents with a text, including partial failures."""
     return int(report["rows"]["done"]) + (report.get("partial") or 0)
 
 
 def cut_documents(report: ReadOnly) -> list[str]:
-    """Describe in a line how much of the documents was cut; none if nothing was."""
+    """Describe in a line the cut part of the documents; empty without one."""
     tokens = report["tokens"]
     unread = ratio(tokens["dropped"], tokens["dropped"] + tokens["prompt"]) or 0.0
     return describe_cut(report["quality_flags"].get("shortened", 0), num_texts(report), unread)
 
 
 def sections(report: ReadOnly) -> list[Section]:
-    """Make the tables of the report; those without rows are left out."""
+    """Make the tables of the report without empty ones."""
     spreads = report["per_document"]
     models = look_up(report, "run.models") or {}
     measures = [
         {"about": MEASURES[name], **spreads[name]} for name in MEASURES if spreads.get(name)
     ]
+    at_least = enumerate(report["acceptance"]["at_least"])
+    depths = [{"depth": depth, "share": share} for depth, share in at_least if depth]
     named_models = [{"name": name, **model} for name, model in models.items()]
     of_work = [
-        _listed("Failed documents", ERROR, report["errors"], ("stage", "for example", "message")),
-        _flags(report),
-        *_gold(report),
-        _evidence(report),
-        _choices(report),
-        _listed("The texts measured", MEASURED, measures),
+        listed("Failed documents", ERROR, report["errors"], ("stage", "for example", "message")),
+        *_of_texts(report),
+        listed("The texts measured", MEASURED, measures),
         _paid_time(report["wall_clock"]),
-        _listed("By prompt length", BUCKET, report["buckets"]),
+        listed("By prompt length", BUCKET, report["buckets"]),
         _named("Wall clock", WALL_CLOCK, report),
         _phases(report["time"]),
-        _endings(report),
-        _depths(report["acceptance"]["at_least"]),
+        listed("Accepted draft tokens", DEPTH, depths, about=_ABOUT_DEPTHS),
         _named("Run", RUN, report),
         _named("Audit", AUDIT, report, "A sample of the documents, decoded again in turns."),
         _named("Beside the limits of the device", LIMITS, report),
@@ -340,124 +386,80 @@ def sections(report: ReadOnly) -> list[Section]:
     tables = [
         *(of_work if report["rows"]["input"] != 0 else ()),
         _named("Which rows", SELECTION, report),
-        _listed("Slowest documents", SLOW, report["slowest"], ("worker",)),
-        _listed("Devices", DEVICE, look_up(report, "limits.devices") or ()),
-        _listed("Kernels that the workers tried", KERNEL, report["kernels"], ("why",)),
-        _listed("Starts", START, report["starts"], ("began", "took", "last sign of life")),
-        _listed("How the texts were made", MODEL, named_models, [*MODEL]),
+        listed("Slowest documents", SLOW, report["slowest"], ("worker",)),
+        listed("Devices", DEVICE, look_up(report, "limits.devices") or ()),
+        listed("Kernels that the workers tried", KERNEL, report["kernels"], ("why",)),
+        listed("Starts", START, report["starts"], ("began", "took", "last sign of life")),
+        listed("How the texts were made", MODEL, named_models, [*MODEL]),
     ]
     return [table for table in tables if table.rows]
 
 
 def _named(title: str, figures: Figures, report: ReadOnly, about: str = "") -> Section:
-    """Make a table of names and figures, without those that have no value."""
+    """Make a table of names and figures that have a value."""
     values = [(name, path, look_up(report, path)) for name, path in figures.items()]
     rows = [(name, shown(path, value)) for name, path, value in values if value is not None]
     return Section(title, ("", "value"), rows, about=about)
 
 
-def _listed(
-    title: str, figures: Figures, entries: Iterable[ReadOnly], text_columns: Sequence[str] = ()
+def listed(
+    title: str,
+    figures: Figures,
+    entries: Iterable[Any],
+    text_columns: Sequence[str] = (),
+    about: str = "",
 ) -> Section:
-    """Make a table with a row for each entry of a list."""
+    """Make a table with a row per entry."""
     rows = [[shown(path, look_up(entry, path)) for path in figures.values()] for entry in entries]
-    return Section(title, [*figures], rows, text_columns)
+    return Section(title, [*figures], rows, text_columns, about)
 
 
 def _paid_time(clock: ReadOnly) -> Section:
-    shares = {kind: share for kind, share in (clock["shares"] or {}).items() if share}
-    rows = [
-        (KIND_NAMES[kind], percent(share), duration(clock["paid_s"][kind]))
-        for kind, share in shares.items()
+    entries = [
+        {"kind": KIND_NAMES[kind], "share": share, "seconds": clock["paid_s"][kind]}
+        for kind, share in (clock["shares"] or {}).items()
+        if share
     ]
-    about = (
-        "From the moment a worker has a process until it is released: seconds that were paid for."
+    return listed(
+        "The workers' time", PAID, entries, about="Paid seconds, from process to release."
     )
-    return Section("The workers' time", ("spent on", "share", "worker time"), rows, about=about)
-
-
-def _depths(shares: Sequence[float]) -> Section:
-    rows = [(str(depth), percent(share)) for depth, share in enumerate(shares) if depth]
-    about = "Of the speculative steps, those that accepted so many draft tokens or more."
-    return Section("Accepted draft tokens", ("at least", "share"), rows, about=about)
 
 
 def _phases(time: ReadOnly) -> Section:
-    shares = {name: share for name, share in time["shares"].items() if share is not None}
-    rows = [
-        (PHASE_NAMES[name], percent(share), tenths(share * time["busy_s"]))
-        for name, share in shares.items()
+    entries = [
+        {"phase": PHASE_NAMES[name], "share": share, "seconds": share * time["busy_s"]}
+        for name, share in time["shares"].items()
+        if share is not None
     ]
-    return Section("Where the time of the work went", ("phase", "share", "seconds"), rows)
+    return listed("Where the time of the work went", PHASE, entries)
 
 
-def _flags(report: ReadOnly) -> Section:
+def _of_texts(report: ReadOnly) -> Iterator[Section]:
+    """Yield the tables whose shares are of all texts."""
     done = num_texts(report)
-    ids = report["flagged"]
-    rows = [
-        (flag, number(rows), percent(ratio(rows, done)), listed_ids(ids[flag]))
-        for flag, rows in report["quality_flags"].items()
+
+    def counts(found: Mapping[str, int]) -> list[Values]:
+        return [
+            {"name": name, "rows": rows, "share": ratio(rows, done)} for name, rows in found.items()
+        ]
+
+    flags = [
+        each | {"ids": report["flagged"][each["name"]]} for each in counts(report["quality_flags"])
     ]
     about = (
         "By quality_flags. DuckDB finds all that have one: select doc_id from "
         "'summaries/*.parquet' where list_contains(quality_flags, 'truncated')."
     )
-    return Section(
-        "Texts to look at", ("flag", "rows", "share", "for example"), rows, ("for example",), about
-    )
-
-
-_GOLD = ("field", "rows", "accuracy", "from", "to", "kappa", "F1")
-_LABELS = ("field", "label", "right answer", "answer", "precision", "recall")
-
-
-def _gold(report: ReadOnly) -> Iterator[Section]:
-    fields: Mapping[str, Any] = report.get("gold") or {}
-    rows = [
-        (
-            field,
-            number(of["rows"]),
-            *map(percent, (of["accuracy"], *of["interval"])),
-            *(number(of[name]) for name in ("kappa", "f1")),
-        )
-        for field, of in fields.items()
-    ]
-    about = (
-        "Answers that equal input.gold, case aside, with Wilson's interval of 95%; Cohen's kappa "
-        "of labels, F1 of the words of texts."
-    )
-    yield Section("Against the right answers", _GOLD, rows, about=about)
-    labels = [
-        (
-            field,
-            label,
-            *map(number, (of["gold"], of["answers"])),
-            *map(percent, (of["precision"], of["recall"])),
-        )
-        for field, each in fields.items()
-        for label, of in each["labels"].items()
-    ]
-    yield Section("Labels against the right answers", _LABELS, labels, ("label",))
-    confused = [
-        (field, gold, answer, number(count))
-        for field, each in fields.items()
-        for gold, answer, count in each["confusion"]
-        if gold != answer
-    ]
-    texts = ("right answer", "answer")
-    header = ("field", *texts, "rows")
-    yield Section("Labels taken for others", header, confused[:_MOST_VALUES], texts)
-
-
-def _evidence(report: ReadOnly) -> Section:
-    done = num_texts(report)
-    rows = [
-        (
-            field,
-            percent(ratio(of["documents"], done)),
-            number(of["strings"]),
-            percent(ratio(of["found"], of["strings"])),
-        )
+    yield listed("Texts to look at", FLAG, flags, ("for example",), about)
+    yield from _reviewed(report)
+    yield from _gold(report)
+    evidence = [
+        {
+            "field": field,
+            "filled_share": ratio(of["documents"], done),
+            "strings": of["strings"],
+            "found_share": ratio(of["found"], of["strings"]),
+        }
         for field, of in report["evidence"].items()
     ]
     about = (
@@ -465,19 +467,15 @@ def _evidence(report: ReadOnly) -> Section:
         "from (select doc_id, "
         "unnest(evidence) as found from 'summaries/*.parquet') where found.begin is null."
     )
-    return Section("Evidence", ("field", "filled", "strings", "in the document"), rows, about=about)
-
-
-def _choices(report: ReadOnly) -> Section:
-    done = num_texts(report)
-    rows = [
-        (
-            field,
-            value,
-            number(of["documents"]),
-            percent(ratio(of["documents"], done)),
-            percent(ratio(of["probability_sum"], of["documents"])),
-        )
+    yield listed("Evidence", EVIDENCE, evidence, about=about)
+    labels = [
+        {
+            "field": field,
+            "value": value,
+            **of,
+            "share": ratio(of["documents"], done),
+            "probability": ratio(of["probability_sum"], of["documents"]),
+        }
         for field, values in report["choices"].items()
         for value, of in [*values.items()][:_MOST_VALUES]
     ]
@@ -485,22 +483,50 @@ def _choices(report: ReadOnly) -> Section:
         "The likeliest value of each field that was scored; the column choices has the log "
         "probability of every value."
     )
-    return Section(
-        "Labels",
-        ("field", "value", "documents", "share", "mean probability"),
-        rows,
-        ("value",),
-        about,
+    yield listed("Labels", CHOICE, labels, ("value",), about)
+    yield listed("How the texts ended", ENDING, counts(report["finish_reasons"]))
+
+
+def _gold(report: ReadOnly) -> Iterator[Section]:
+    fields = [{"field": field, **of} for field, of in (report.get("gold") or {}).items()]
+    about = (
+        "Answers that equal input.gold, case aside, with Wilson's interval of 95%; Cohen's kappa "
+        "of labels, F1 of the words of texts."
     )
-
-
-def _endings(report: ReadOnly) -> Section:
-    done = num_texts(report)
-    rows = [
-        (reason, number(rows), percent(ratio(rows, done)))
-        for reason, rows in report["finish_reasons"].items()
+    yield listed("Against the right answers", GOLD, fields, about=about)
+    groups = [{**each, **group} for each in fields for group in each["calibration"]]
+    about = "Groups of equal size by exp(confidence), the mean probability of a token."
+    yield listed("Accuracy by confidence", CALIBRATION, groups, about=about)
+    labels = [
+        {"field": each["field"], "label": label, **of}
+        for each in fields
+        for label, of in each["labels"].items()
     ]
-    return Section("How the texts ended", ("finish_reason", "rows", "share"), rows)
+    yield listed("Labels against the right answers", LABEL, labels, ("label",))
+    confused = [
+        (each["field"], *pair)
+        for each in fields
+        for pair in each["confusion"]
+        if pair[0] != pair[1]
+    ]
+    texts = ("right answer", "answer")
+    yield listed("Labels taken for others", CONFUSED, confused[:_MOST_VALUES], texts)
+
+
+def _reviewed(report: ReadOnly) -> Iterator[Section]:
+    found = report.get("reviewed") or {}
+    named = {
+        "good, of all answers": found.get("good"),
+        "good, of those without a flag": found.get("unflagged"),
+        "bad, of those with a flag": found.get("flagged"),
+        **{f"bad, of those with {flag}": of for flag, of in found.get("flags", {}).items()},
+    }
+    about = (
+        "Verdicts of people on a sample (export --sample), weighted as it was drawn, with "
+        "intervals of 95%. A flag is right where the answer is bad."
+    )
+    entries = [{"name": name, **of} for name, of in named.items() if of]
+    yield listed("Reviewed by people", REVIEWED, entries, about=about)
 
 
 def render(report: ReadOnly) -> str:
@@ -509,9 +535,7 @@ def render(report: ReadOnly) -> str:
 
 
 def render_audit(found: ReadOnly) -> str:
-    """Render what an audit has found: its figures, then a line for each document that is not
-    equal.
-    """
+    """Render an audit: its figures, and a line for each different document."""
     table = _named("Audit", AUDIT, {"audit": found})
     lines = [
         f"{each['doc_id']}: {each['outcome']}, {each['error'] or thousandths(each['gap'])}"
@@ -521,9 +545,7 @@ def render_audit(found: ReadOnly) -> str:
 
 
 def render_outcome(report: ReadOnly, width: int = 110) -> str:
-    """Render in about fifteen lines what a run has done: rows, failures and why, speed, the first
-    findings.
-    """
+    """Render the end of a run in about fifteen lines."""
     advice = [("finding", each["says"]) for each in report["advice"]]
     done, rows_in = (look_up(report, f"rows.{name}") for name in ("done", "input"))
     outcome = [
@@ -539,7 +561,7 @@ def render_outcome(report: ReadOnly, width: int = 110) -> str:
 
 
 def _failures(report: ReadOnly) -> str:
-    """Count the failed rows by class, with an example of the most frequent one."""
+    """Count failed rows by class, with an example of the first class."""
     failed = number(report["rows"]["errors"])
     errors = report["errors"]
     if not errors:
@@ -555,9 +577,7 @@ def _failures(report: ReadOnly) -> str:
 
 
 def to_text(parts: Iterable[Section | str], width: int = 110) -> str:
-    """Render tables and sentences for a terminal, without colours; a table without a title has no
-    lines.
-    """
+    """Render tables and sentences without colours. A table without a title has no lines."""
     text = io.StringIO()
     console = Console(
         file=text, width=width, color_system=None, highlight=False, markup=False, emoji=False

@@ -1,12 +1,7 @@
-"""The wall clock of a run: how long its starts took, what each worker did when, how a run ended,
-and what it cost.
+"""The wall clock of a run: starts, workers, end and cost. Begin at `clock_sections`.
 
-A worker is paid for from the moment it has a process until it is released. What it does in that
-time is of seven kinds, which add up to the worker-seconds that were paid: `prefill`, `decode` and
-`other` at work on documents that are done; `waiting`: ready, and at none of these; `lost`: from the
-last document of a worker that died, or whose start was stopped, to its end; `loading`: until the
-first worker of a seat is ready; `dead`: from the end of a worker to the moment when its successor
-is ready. Times are seconds since the epoch.
+A worker is paid from its process to its release. docs/planning-and-report.md explains the seven
+kinds of that time. Times are seconds since the epoch.
 """
 
 from collections.abc import Sequence
@@ -17,21 +12,19 @@ from specextend.data.run_folder import RELEASED, Heartbeat, Start, parse_time, t
 from specextend.report.figures import RunFigures
 
 FINISHED = (0, 3)
-"""Exit codes of a start that came to the end of its documents."""
+"""Exit codes of a start without open documents."""
 RESOLUTION = 400
-"""Parts of a start's time; the documents of a worker that begin in one are drawn as one span."""
+"""Parts of a start. Documents of a worker that begin in the same part are drawn as one span."""
 MOST_STARTS = 6
 MOST_SEATS = 64
-"""Starts and seats that the time line shows."""
+"""Starts and seats of the time line."""
 IDLE_SHARE = 0.05
-"""Share of a start's time, at its end, from which on a worker without documents counts as idle."""
+"""Share of a start after which a worker without documents is idle."""
 _STARTS = (
     "place INT, run_id TEXT, began DOUBLE, ended DOUBLE, sign DOUBLE, has_end BOOL, is_stopped "
     "BOOL, has_workers BOOL, gpus DOUBLE, price DOUBLE"
 )
-"""The starts in order. sign: their last sign of life; has_end: something is recorded as their
-end.
-"""
+"""Starts in order, with their last sign of life."""
 _WORKERS = (
     "place INT, number INT, has_died BOOL, worker TEXT, seat BIGINT, asked DOUBLE, begun DOUBLE, "
     "ready DOUBLE, gone DOUBLE, reason TEXT, name TEXT, used_gib DOUBLE"
@@ -39,7 +32,7 @@ _WORKERS = (
 _RECORDED = attrgetter(
     "worker", "seat", "asked", "begun", "ready", "gone", "reason", "name", "used_gib"
 )
-"""The workers of each start, in order; one that was never ready has no name."""
+"""Workers in order. A worker that was never ready has no name."""
 _WORKS = """
     SELECT run_id, worker AS name, count(*) AS documents, max(ended) AS last,
         coalesce(sum(prefill_s), 0) + coalesce(sum(draft_prefill_s), 0) AS prefill,
@@ -48,7 +41,7 @@ _WORKS = """
         coalesce(sum(other_s), 0) AS other
     FROM work GROUP BY ALL
 """
-"""The documents that each worker finished in each start."""
+"""Finished documents by start and worker."""
 _TIMED = """
     SELECT starts.* REPLACE (coalesce(ended, greatest(sign, last)) AS ended),
     sums.* EXCLUDE (run_id, last, documents),
@@ -60,7 +53,7 @@ _TIMED = """
         FROM works GROUP BY run_id
     ) AS sums USING (run_id)
 """
-"""The starts with what they did. The last sign of life stands for an end that is not recorded."""
+"""Starts with their work. The last sign of life replaces a missing end."""
 _HELD = """
     SELECT workers.*, timed.ended, workers.name IS NOT NULL AND ready IS NOT NULL AS was_ready,
         if(was_ready, greatest(ready, coalesce(gone, timed.ended)) - ready, 0) AS there,
@@ -73,7 +66,7 @@ _HELD = """
     FROM workers JOIN timed USING (place)
     LEFT JOIN works ON works.run_id = timed.run_id AND works.name = workers.name
 """
-"""The workers, with the time that each was there, and at no document."""
+"""Workers with their ready and idle time."""
 _SEATS = """
     SELECT place, greatest(min(begun), arg_max(coalesce(gone, ended),
         (asked, number))) - min(begun) AS paid,
@@ -82,7 +75,7 @@ _SEATS = """
         sum(lost) AS lost
     FROM held GROUP BY place, seat HAVING min(begun) IS NOT NULL
 """
-"""What each seat, which its workers had one after another, was paid for beside documents."""
+"""Paid time without a document by seat. A seat has one worker at a time."""
 _PAID = """
     SELECT place, run_id, gpus, price, has_end, began, ended, is_stopped, documents,
         if(ended < began, 0, ended - began) AS seconds,
@@ -123,7 +116,7 @@ _PAID = """
     ) USING (place)
     ORDER BY place
 """
-"""The starts, with the worker-seconds that were paid by kind; null is what is not recorded."""
+"""Starts with paid worker-seconds by kind, null without a record."""
 _TABLES = {"works": _WORKS, "timed": _TIMED, "held": _HELD, "seats": _SEATS, "paid": _PAID}
 _WALL_CLOCK = """
     WITH sums AS (
@@ -175,7 +168,7 @@ _WALL_CLOCK = """
         ) AS cost
     FROM sums, documents
 """
-"""The sums over all starts: rates of the whole job, hours, shares of the paid time, and cost."""
+"""Rates, hours, shares of the paid time and cost of the whole job."""
 _TAIL = f"""
     WITH start AS (
         SELECT place, run_id, nullif(seconds, 0) AS seconds, is_stopped
@@ -206,9 +199,8 @@ _TAIL = f"""
             first) AS last_percent_s, waits.*
     FROM start, whole, waits WHERE documents > 0
 """
-"""The end of the last start with documents, if it came to their end: how long its last hundredth
-took, and how long before the last document each worker that was there at the end had ended its
-own.
+"""End of the last start with documents, unless it was stopped: seconds of the last 1% of its
+documents, and idle time of its workers.
 """
 _LINES = """
     WITH stretches AS (
@@ -229,11 +221,11 @@ _LINES = """
     LEFT JOIN at_work USING (name)
     ORDER BY seat NULLS LAST, asked, number, name
 """
-"""The workers of a start; of one that was killed only its rows may know. Spans are begin, end and
-number of the documents that began in the same part of the start's time.
+"""Workers of a start by its record or, if it was killed, by its rows. A span has begin, end and
+number of documents.
 """
 PARTS = 40
-"""Parts of a start's time, for each of which the documents that ended are counted."""
+"""Parts of a start in which finished documents are counted."""
 _ENDED = f"""
     SELECT count(ended) AS documents FROM range({PARTS}) AS parts (part) LEFT JOIN (
         SELECT ended, least({PARTS - 1}, floor((ended - ?) / ? * {PARTS}))::BIGINT AS part
@@ -245,9 +237,12 @@ _ENDED = f"""
 def clock_sections(
     starts: Sequence[Start], figures: RunFigures, heartbeat: Heartbeat | None
 ) -> Values:
-    """Return the sections `wall_clock`, `starts`, `tail` and `timeline` of a run's report.
+    """Compute the sections `wall_clock`, `starts`, `tail` and `timeline` of a report.
 
-    heartbeat: of the driver whose lock is in the folder.
+    Args:
+        starts: Records of the run.
+        figures: Rows of the run.
+        heartbeat: Heartbeat of the current driver.
     """
     _collect(starts, figures, heartbeat)
     [wall_clock] = figures.select(_WALL_CLOCK)
@@ -266,7 +261,7 @@ def clock_sections(
 
 
 def _collect(starts: Sequence[Start], figures: RunFigures, heartbeat: Heartbeat | None) -> None:
-    """Put the records into tables beside the rows, and make those that follow from both."""
+    """Create the tables of starts and workers, and their joins with the rows."""
     beats = [*(start.took_over for start in starts), heartbeat]
     signs = [(beat.run_id, beat.heartbeat) for beat in beats if beat is not None]
     signs += [(start.run_id, start.seen) for start in starts if start.seen is not None]
@@ -297,7 +292,7 @@ def _collect(starts: Sequence[Start], figures: RunFigures, heartbeat: Heartbeat 
 
 
 def _start(start: Start, paid: ReadOnly) -> Values:
-    """Describe one start; what is not recorded is null."""
+    """Describe a start; None for values without a record."""
     of_record = ("run_id", "begin", "end", "exit_code", "versions", "git_commit")
     of_rows = ("seconds", "documents", "documents_per_hour", "workers", "worker_hours", "paid_s")
     return {
@@ -311,9 +306,7 @@ def _start(start: Start, paid: ReadOnly) -> Values:
 
 
 def _timeline(start: ReadOnly, exit_code: int | None, figures: RunFigures) -> Values | None:
-    """Return the time line of a start; seconds are since its beginning. None if it is not recorded,
-    or empty.
-    """
+    """Return the time line of a start in seconds since its begin; None for an empty start."""
     run_id = start["run_id"]
     begin = start["began"]
     seconds = start["seconds"]

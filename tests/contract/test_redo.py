@@ -59,6 +59,7 @@ def test_texts_that_were_cut_are_done_again_with_more_tokens_and_the_newest_answ
     kept = files_of(output)
     cut = [name for name, row in before.items() if row["finish_reason"] == "length"]
     assert 0 < len(cut) < len(before)
+    specextend("export", output, "--sample", "3", "--to", review := output.parent / "review.csv").exits(0)
     more = ("decoding.max_new_tokens=24", "job.workers=1")
     said = ask(*more, flags=("--redo", CUT)).stderr
     assert f"this run is about {len(cut)} of 6 rows: {6 - len(cut)} not to be done again" in said
@@ -75,6 +76,7 @@ def test_texts_that_were_cut_are_done_again_with_more_tokens_and_the_newest_answ
     }
     assert "5 of 6 documents" in said
     assert "decoding.max_new_tokens: 8 there, 24 here" in said
+    assert "before rows of this one were done again" in specextend("report", output, "--reviewed", review).line()
     assert f"\nredone/again: complete: {len(cut)} of {len(cut)} rows done" in specextend("status", output).stdout
     assert "complete already" in ask(*more, flags=("--redo", CUT)).stderr
     said = ask(*more, flags=("--redo", f"{CUT} AND doc_id != 'a'"), code=5).stderr

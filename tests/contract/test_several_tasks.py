@@ -185,24 +185,26 @@ def test_another_list_of_tasks_is_another_run(ask):
 
 @pytest.mark.parametrize("first", [["kind"], ["outline", "kind"]], ids=len)
 def test_a_task_added_to_a_finished_run_is_decoded_alone(first, ask, tmp_path):
-    """With the answers of a run of its own, and what is done stays as it is, byte for byte."""
+    """With the answers of a run of its own, right ones beside them; what is done stays as it is, byte for byte."""
+    gold = settings(input={"gold": "{about: reader}"})
     again = {"name": "again", "base": str(tmp_path / "about.yaml"), "output": {"column": "again"}}
     _, output = ask("out", tasks=listed(*first))
     _, alone = ask("about", **FIRST)
     done = {path: path.read_bytes() for path in (output / "summaries").iterdir()}
     for name, added in (("about", listed("about")), ("again", [*listed("about"), again])):
         tasks = [*listed(*first), *added]
-        said, _ = ask("out", tasks=tasks)
+        said, _ = ask("out", *gold, tasks=tasks)
         assert f"tasks: {name} alone; the others are done" in said
         found = rows(output / "added" / name / "summaries")
         assert [row[name] for row in found] == [row["about"] for row in rows(alone / "summaries")]
-        said, _ = ask("out", tasks=tasks)
+        said, _ = ask("out", *gold, tasks=tasks)
         assert "complete already, 4 rows" in said
         assert f"\nadded/{name}: complete: 4 of 4 rows" in specextend("status", output).stdout
     assert done == {path: path.read_bytes() for path in (output / "summaries").iterdir()}
+    assert read_json(output / "added" / "about" / "report.json")["gold"]["about"]["rows"] == 4
     (output / "added" / "again").rename(tmp_path / "elsewhere")
     (output / "added" / "again").symlink_to(tmp_path / "elsewhere")
-    said, _ = ask("out", tasks=tasks, code=2)
+    said, _ = ask("out", *gold, tasks=tasks, code=2)
     for line in said, specextend("status", output).exits(2).stderr:
         assert "added/again is a symbolic link" in line, "it would be written to"
 

@@ -92,6 +92,8 @@ def test_what_the_command_refuses_is_raised(corpus, tmp_path):
         specextend.run("tiny-random", settings={"tree.nods": 3})
     with pytest.raises(ValueError, match="no column 'body'"):
         specextend.run("tiny-random", input=corpus, output=tmp_path / "out", settings={"input.text_column": "body"})
+    with pytest.raises(ValueError, match="give --redo, too"):
+        specextend.run("tiny-random", input=corpus, output=tmp_path / "out", redo_as="large")
 
 
 def script(folder, code):

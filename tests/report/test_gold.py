@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from specextend.data.schema import text_columns
 from specextend.data.storage import resolve
-from specextend.report.gold import bootstrap, check_gold, gold_figures, kappa, mcnemar, wilson
+from specextend.report.gold import bootstrap, calibration, check_gold, gold_figures, kappa, mcnemar
+from specextend.report.intervals import wilson
 
 COUNTS = st.integers(0, 60)
 
@@ -25,7 +26,7 @@ COUNTS = st.integers(0, 60)
 )
 def test_wilsons_interval_is_that_of_the_books(right, rows, low, high):
     """Newcombe (1998) has the last one."""
-    assert wilson(right, rows) == pytest.approx([low, high], abs=1e-4)
+    assert wilson(right / rows, rows) == pytest.approx([low, high], abs=1e-4)
 
 
 def test_kappa_is_that_of_the_books():
@@ -34,6 +35,19 @@ def test_kappa_is_that_of_the_books():
     assert kappa(pairs) == pytest.approx(0.4)
     assert kappa(dict.fromkeys([(one, other) for one in "ab" for other in "ab"], 5)) == pytest.approx(0)
     assert kappa({("a", "a"): 3}) is None
+
+
+def test_answers_are_grouped_by_confidence_and_the_least_certain_come_first():
+    """Each in one group, of equal sizes; too few for two groups say nothing."""
+    judged = [(-number / 10, number % 3 == 0) for number in range(47)]
+    groups = calibration(judged)
+    assert [group["rows"] for group in groups] == [12, 12, 12, 11]
+    assert [group["probability"] for group in groups] == sorted(group["probability"] for group in groups)
+    assert sum(group["rows"] * group["accuracy"] for group in groups) == pytest.approx(
+        sum(right for _, right in judged)
+    )
+    assert all(group["interval"][0] < group["accuracy"] < group["interval"][1] for group in groups)
+    assert calibration(judged[:19]) == []
 
 
 @given(COUNTS, COUNTS)

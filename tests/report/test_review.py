@@ -1,0 +1,213 @@
+"""A review by people: which answers are drawn, and what their verdicts say of the whole run."""
+
+import random
+from collections import Counter
+from statistics import fmean
+
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+import pytest
+
+from specextend.core import DocumentKey
+from specextend.data.schema import SUMMARY_SCHEMA
+from specextend.report.intervals import Stratum, stratified, wilson
+from specextend.report.review import allocate
+from tests.data.conftest import location
+from tests.job.conftest import read_json, specextend
+from tests.properties.rows import done
+from tests.report.made_up import config_of, write_manifest_file
+
+FLAGS = [["truncated"]] * 60 + [["copied", "truncated"]] * 20 + [["copied"]] * 17 + [["rule:short", "copied"]] * 3
+NUM_ROWS = 400
+"""Of which a hundred have flags, most of them one; the rest has none."""
+SIZES = {"no flag": 300, "truncated": 60, "copied": 37, "rule:short": 3}
+"""Answers by their rarest flag: 80 are truncated, 40 copied."""
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """A run that has ended; its flags stand in no order."""
+    output = tmp_path_factory.mktemp("review") / "run"
+    write_manifest_file(location(output), config_of(str(output)), NUM_ROWS)
+    flags = FLAGS + [[]] * (NUM_ROWS - len(FLAGS))
+    random.Random(1).shuffle(flags)
+    made = [
+        done(DocumentKey(0, row), f"=text {row};\nits end") | {"doc_id": f"=doc {row}", "quality_flags": each}
+        for row, each in enumerate(flags)
+    ]
+    (output / "summaries").mkdir()
+    pq.write_table(pa.Table.from_pylist(made, schema=SUMMARY_SCHEMA), output / "summaries" / "part-00000.parquet")
+    return output
+
+
+def draw(output, to, *more, rows=40):
+    specextend("export", output, "--sample", str(rows), "--to", to, *more).exits(0)
+    return pq.read_table(to) if to.suffix == ".parquet" else pa_csv.read_csv(to, parse_options=LINES)
+
+
+LINES = pa_csv.ParseOptions(newlines_in_values=True)
+
+
+def is_good(row):
+    """What a person would say: a flag is right twice of three times, and an answer without one is good but for each
+    seventh.
+    """
+    number = int(row["doc_id"].split()[-1])
+    return number % 3 == 0 if row["quality_flags"] else number % 7 != 0
+
+
+def judged(table, to, spell=("good", "bad"), empty=0):
+    """The sample as a person gives it back, whose first rows have no verdict yet."""
+    verdicts = [spell[not is_good(row)] for row in table.to_pylist()]
+    verdicts = [*[None] * empty, *verdicts[empty:]]
+    pq.write_table(table.set_column(0, "verdict", pa.array(verdicts)), to)
+    return to
+
+
+def reviewed(output, file):
+    specextend("report", output, "--reviewed", file).exits(0)
+    return read_json(output / "report.json")["reviewed"]
+
+
+def test_a_sample_has_rows_of_every_flag_and_is_drawn_again_as_it_was(output, tmp_path):
+    """A row with several flags counts for its rarest one; weights say for how many answers of the run a row stands."""
+    table = draw(output, tmp_path / "a.parquet", "--by", "flags")
+    rows = table.to_pylist()
+    assert table.column_names[:3] == ["verdict", "doc_id", "summary"]
+    assert {"sources", "quality_flags"} <= {*table.column_names}
+    assert table["verdict"].null_count == len(rows) == 40
+    taken = Counter(row["stratum"] for row in rows)
+    assert taken.keys() == SIZES.keys()
+    assert min(taken.values()) >= 2
+    for row in rows:
+        assert row["weight"] == SIZES[row["stratum"]] / taken[row["stratum"]]
+        assert row["stratum"] in (row["quality_flags"] or ["no flag"])
+    again = draw(output, tmp_path / "b.parquet", "--by", "flags")
+    assert again == table
+    larger = draw(output, tmp_path / "c.parquet", "--by", "flags", rows=80)
+    assert {*table["doc_id"].to_pylist()} < {*larger["doc_id"].to_pylist()}
+    plain = draw(output, tmp_path / "d.parquet").to_pylist()
+    assert {(row["stratum"], row["weight"]) for row in plain} == {("all", 10.0)}
+
+
+@pytest.mark.parametrize("by", [("--by", "flags"), ()], ids=len)
+def test_verdicts_say_how_often_flags_are_right_and_what_share_of_the_run_is_good(output, tmp_path, by):
+    table = draw(output, tmp_path / "a.parquet", *by)
+    rows = table.to_pylist()[3:]
+    found = reviewed(output, judged(table, tmp_path / "judged.parquet", spell=("Yes", " NO "), empty=3))
+    assert (found["rows"], found["without_verdict"], found["answers"]) == (40, 3, NUM_ROWS)
+    left = Counter(row["stratum"] for row in rows)
+    sizes = SIZES if by else {"all": NUM_ROWS}
+    expected = sum(sizes[row["stratum"]] / left[row["stratum"]] * is_good(row) for row in rows) / NUM_ROWS
+    assert found["good"]["share"] == pytest.approx(expected)
+    assert found["flags"].keys() <= {"truncated", "copied", "rule:short"}
+    for of in (found["good"], found["flagged"], found["unflagged"]):
+        assert of["interval"][0] <= of["share"] <= of["interval"][1]
+    assert (found["flagged"]["answers"], found["unflagged"]["answers"]) == (100, 300)
+    assert found["flags"]["copied"]["reviewed"] == sum("copied" in row["quality_flags"] for row in rows)
+    page = (output / "report.html").read_text()
+    assert f"People reviewed 37 answers: of all 400, {found['good']['share']:.0%} (" in page
+    assert "Reviewed by people" in specextend("report", output, "--reviewed", tmp_path / "judged.parquet").stdout
+    specextend("report", output).exits(0)
+    assert read_json(output / "report.json")["reviewed"] is None
+
+
+def test_a_run_that_was_read_whole_is_known_without_an_interval(output, tmp_path):
+    """As is each stratum that was."""
+    table = draw(output, tmp_path / "a.parquet", "--by", "flags", rows=1000)
+    found = reviewed(output, judged(table, tmp_path / "judged.parquet", spell=(1.0, 0.0)))
+    truth = fmean(map(is_good, table.to_pylist()))
+    assert found["good"]["share"] == pytest.approx(truth)
+    assert found["good"]["interval"] == pytest.approx([truth, truth])
+    assert found["flags"]["truncated"]["answers"] == found["flags"]["truncated"]["reviewed"] == 80
+
+
+@pytest.mark.parametrize("delimiter", [";", ","])
+def test_a_spreadsheet_may_save_the_file_in_its_own_way(output, tmp_path, delimiter):
+    """With semicolons, a mark of UTF-8, and the quotes before what would be a formula."""
+    draw(output, path := tmp_path / "a.csv", "--by", "flags", "--spreadsheet-safe")
+    table = pa_csv.read_csv(path, parse_options=LINES)
+    assert table["doc_id"][0].as_py().startswith("'=doc")
+    table = table.set_column(0, "verdict", pa.array([1] * len(table)))
+    pa_csv.write_csv(table, path, pa_csv.WriteOptions(delimiter=delimiter))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert reviewed(output, path)["good"] == {
+        "answers": 400,
+        "reviewed": 40,
+        "share": 1.0,
+        "interval": [pytest.approx(0.86, abs=0.1), 1.0],
+    }
+
+
+LISTS = ["quality_flags", "sources", "evidence", "figures"]
+
+
+def damaged(table, change):
+    """A sample after what people do to files."""
+    columns = {name: column.to_pylist() for name, column in zip(table.column_names, table.columns, strict=True)}
+    columns["verdict"] = ["good"] * len(table)
+    changes = {
+        "verdict": {"verdict": ["maybe"] * len(table)},
+        "empty": {"verdict": [" "] * len(table)},
+        "id": {"doc_id": ["doc x", *columns["doc_id"][1:]]},
+        "twice": {"doc_id": [columns["doc_id"][1], *columns["doc_id"][1:]]},
+        "run": {"run": ["0123456789abcdef"] * len(table)},
+    }
+    kept = {name: values for name, values in (columns | changes.get(change, {})).items() if name not in LISTS}
+    return pa.table({name: values for name, values in kept.items() if name != change or change in changes})
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("verdict", "is 'maybe'; write good or bad, yes or no, 1 or 0"),
+        ("empty", "has no verdict yet"),
+        ("id", "the run has no answer to 'doc x'"),
+        ("twice", "twice; leave one row"),
+        ("run", "is a sample of another run"),
+        ("stratum", "is no sample of `export --sample`"),
+    ],
+)
+def test_a_file_that_is_no_review_of_this_run_is_refused_in_one_line(output, tmp_path, change, said):
+    """A verdict on another text, or one that was not understood, would be counted in silence."""
+    table = damaged(draw(output, tmp_path / "a.parquet", "--by", "flags"), change)
+    for path, write in ((tmp_path / "b.csv", pa_csv.write_csv), (tmp_path / "b.parquet", pq.write_table)):
+        write(table, path)
+        assert said in specextend("report", output, "--reviewed", path).line()
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--sample", "7", "--by", "flags"], "--sample 7 is too small for 4 kinds of answers by flags; take 8"),
+        (["--by", "flags"], "give --sample, too"),
+        (["--sample", "9", "--follow"], "without --follow"),
+        (["--sample", "9", "--format", "jsonl"], "writes a file that ends in .csv or .parquet"),
+    ],
+)
+def test_samples_that_cannot_be_drawn_are_refused(output, tmp_path, arguments, said):
+    assert said in specextend("export", output, "--to", tmp_path / "a.csv", *arguments).line()
+    assert not (tmp_path / "a.csv").exists()
+
+
+def test_the_estimate_is_right_on_average_and_its_interval_as_often_as_it_says():
+    """Runs whose flags mean much or nothing, and of which nearly all or half is good, drawn 400 times each."""
+    draws = random.Random(5)
+    for shares in ((0.95, 0.3, 0.5, 0.0), (0.99, 0.98, 1.0, 1.0), (0.5, 0.5, 0.4, 0.5)):
+        sizes = {"none": 3000, "a": 300, "b": 60, "c": 8}
+        rows = [
+            [number < size * share for number in range(size)]
+            for size, share in zip(sizes.values(), shares, strict=True)
+        ]
+        truth = sum(map(sum, rows)) / sum(sizes.values())
+        taken = allocate(sizes, 60)
+        found = []
+        for _ in range(400):
+            drawn = [draws.sample(each, count) for each, count in zip(rows, taken.values(), strict=True)]
+            found.append(
+                stratified(Stratum(len(all_), len(own), sum(own)) for all_, own in zip(rows, drawn, strict=True))
+            )
+        assert fmean(share for share, _ in found) == pytest.approx(truth, abs=0.01)
+        assert fmean(low <= truth <= high for _, (low, high) in found) > 0.93
+    assert stratified([Stratum(10**9, 10, 8)])[1] == pytest.approx(wilson(0.8, 10))
