@@ -23,7 +23,7 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
 	touch $@
 
-.models/.done: scripts/make_models.py scripts/tiny_models.py specextend/models.py | $(VENV)/.done
+.models/.done: scripts/make_models.py scripts/tiny_models.py specextend/models/causal_lm.py | $(VENV)/.done
 	$(PY) -m scripts.make_models
 	touch $@
 

@@ -13,7 +13,7 @@ from specextend import RunConfig
 from specextend.core import counted
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
-from specextend.models import load_tokenizer, read_facts
+from specextend.models.causal_lm import load_tokenizer, read_facts
 
 SMALLEST = 512
 """Upper bound of the smallest bucket, in tokens."""

@@ -22,7 +22,7 @@ from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter, DraftNetwork
 from specextend.drafters.eagle_network import EagleNetwork, HeadShape
 from specextend.drafters.small_lm import ModelNetwork
-from specextend.models import rope_frequencies
+from specextend.models.causal_lm import rope_frequencies
 
 
 class SkippedError(Exception):

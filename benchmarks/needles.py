@@ -29,7 +29,7 @@ from specextend.decoding.device import traits_of
 from specextend.decoding.engine import Engine
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.tree import Decided, Drafter, DraftTrees
-from specextend.models import load_tokenizer
+from specextend.models.causal_lm import load_tokenizer
 from specextend.stats import DecodingStats, ratio
 
 _INTRODUCTION = "Read the text. A question follows it."

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scripts.tiny_models import write_tiny_models
-from specextend.models import WHEEL, write_smollm2
+from specextend.models.causal_lm import WHEEL, write_smollm2
 from specextend.shipped import DEFAULT_TARGET
 
 ROOT = Path(__file__).resolve().parent.parent

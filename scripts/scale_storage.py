@@ -48,7 +48,7 @@ from specextend.data.selection import select_rows
 from specextend.data.source import Source
 from specextend.data.storage import NUM_THREADS, Location, resolve
 from specextend.document_requests import Task
-from specextend.models import load_tokenizer
+from specextend.models.causal_lm import load_tokenizer
 from specextend.report import RunFigures, write_report
 from specextend.stats import DecodingStats
 

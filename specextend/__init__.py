@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from specextend.core import Completion, Request, SamplingParams
     from specextend.data.figures import find_figures
     from specextend.job import RunResult, run
-    from specextend.loading import load_engine
+    from specextend.models.loading import load_engine
     from specextend.summarizer import Summarizer
 
 __all__ = [
@@ -38,7 +38,7 @@ _OWNERS = {
     "SamplingParams": "specextend.core",
     "Summarizer": "specextend.summarizer",
     "find_figures": "specextend.data.figures",
-    "load_engine": "specextend.loading",
+    "load_engine": "specextend.models.loading",
     "run": "specextend.job",
 }
 

@@ -19,8 +19,8 @@ from specextend.data.inputs import DocumentError
 from specextend.data.rows import Row
 from specextend.data.storage import resolve
 from specextend.document_requests import Summary
-from specextend.loading import load_engine, usable_bytes, with_batch_size
-from specextend.models import target_device
+from specextend.models.causal_lm import target_device
+from specextend.models.loading import load_engine, usable_bytes, with_batch_size
 from specextend.report.result_rows import find_rows
 from specextend.stats import DecodingStats, spread
 from specextend.summarizer import DecodedRow, RowDecoder

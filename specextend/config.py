@@ -36,7 +36,7 @@ from specextend.decoding.decoding_options import (
     TreeOptions,
     at_least,
 )
-from specextend.model_files import TargetOptions, looks_like_path
+from specextend.models.model_files import TargetOptions, looks_like_path
 from specextend.shipped import (
     CONFIGS,
     MODELS,

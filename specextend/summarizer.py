@@ -37,7 +37,7 @@ from specextend.document_requests import (
     in_order,
     summarize,
 )
-from specextend.loading import load_engine
+from specextend.models.loading import load_engine
 
 _Timed = tuple[Completion | DocumentError, float]
 """Outcome of a request, and its time."""

@@ -9,7 +9,7 @@ import torch
 from specextend.attention.plan import HostReadError
 from specextend.decoding import device
 from specextend.decoding.device import Graphs
-from specextend.loading import can_capture
+from specextend.models.loading import can_capture
 from tests.covering import each_once_then_slow
 from tests.recorded_graph import SharedMemory, captured_engine
 from tests.reference_outputs import tokens_of

@@ -7,9 +7,9 @@ import pytest
 from scripts.make_models import CORPUS, build
 from scripts.tiny_models import write_tiny_models
 from specextend.decoding.decoding_options import DraftOptions
-from specextend.model_files import identify
-from specextend.models import GGUF_FILE, TargetOptions, extract_gguf
-from specextend.pairing import check_pair
+from specextend.models.causal_lm import GGUF_FILE, TargetOptions, extract_gguf
+from specextend.models.model_files import identify
+from specextend.models.pairing import check_pair
 
 
 def test_a_folder_is_there_whole_or_not_at_all(tmp_path):

@@ -14,7 +14,7 @@ from specextend.decoding.device import traits_of
 from specextend.decoding.layers import CompiledLinear
 from specextend.decoding.model import CachedModel
 from specextend.decoding.stock import AttentionLayer
-from specextend.loading import (
+from specextend.models.loading import (
     GIB,
     check_memory,
     load_cached_target,
@@ -24,7 +24,7 @@ from specextend.loading import (
     target_rows,
     with_batch_size,
 )
-from specextend.pairing import check_pair
+from specextend.models.pairing import check_pair
 from specextend.proof.subject import Kernels
 from tests.alive import Live
 from tests.reference_outputs import tokens_of

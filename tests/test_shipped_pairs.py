@@ -17,8 +17,15 @@ from specextend.attention.torch_kernels import attend_cuda
 from specextend.config import RunConfig
 from specextend.decoding.device import traits_of
 from specextend.decoding.model import CachedModel
-from specextend.loading import GIB, longest_request, memory_bytes, rows_per_sequence, target_rows, with_batch_size
-from specextend.models import DTYPES, num_parameters, read_facts
+from specextend.models.causal_lm import DTYPES, num_parameters, read_facts
+from specextend.models.loading import (
+    GIB,
+    longest_request,
+    memory_bytes,
+    rows_per_sequence,
+    target_rows,
+    with_batch_size,
+)
 from tests.alive import Live
 
 CONFIGS = Path(__file__).parent.parent / "configs"

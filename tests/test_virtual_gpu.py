@@ -12,7 +12,7 @@ from specextend.data.answers import schema_of
 from specextend.decoding.device import Graphs
 from specextend.decoding.engine import Engine
 from specextend.drafters.ngram import NgramDrafter
-from specextend.models import load_tokenizer
+from specextend.models.causal_lm import load_tokenizer
 from specextend.proof.subject import Kernels
 from specextend.proof.tiny_pair import TinyPair
 from tests.gpu.test_cuda_engine import SUBJECT

@@ -26,10 +26,10 @@ from specextend.config import RunConfig
 from specextend.core import Request, SamplingParams, Values
 from specextend.decoding.engine import Engine
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
-from specextend.loading import choose_kernels, load_cached_target, load_engine, target_rows
-from specextend.model_files import VOCABULARY as VOCABULARY_TENSOR
-from specextend.models import load_tokenizer
-from specextend.pairing import check_pair, load_drafter
+from specextend.models.causal_lm import load_tokenizer
+from specextend.models.loading import choose_kernels, load_cached_target, load_engine, target_rows
+from specextend.models.model_files import VOCABULARY as VOCABULARY_TENSOR
+from specextend.models.pairing import check_pair, load_drafter
 from specextend.proof.family import small_model
 from tests.published_heads import WRITERS
 

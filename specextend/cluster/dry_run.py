@@ -40,7 +40,7 @@ from specextend.cluster.workload import Plan, make_plan, plan_memory, settle_bat
 from specextend.config import MAX_WORKERS
 from specextend.core import DocumentKey, Values, counted
 from specextend.data.listing import describe_skipped
-from specextend.loading import load_engine
+from specextend.models.loading import load_engine
 from specextend.report.sections import Section, number, thousandths, to_text
 from specextend.stats import DecodingStats, ratio
 

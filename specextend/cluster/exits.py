@@ -70,7 +70,7 @@ def exit_code(error: BaseException) -> int:
 
 def exit_code_of_command(error: ValueError | OSError) -> int:
     """Return the exit code of a command outside a run: 1 if a later try may succeed, else 2."""
-    from specextend.model_files import HubUnreachableError  # it imports huggingface_hub
+    from specextend.models.model_files import HubUnreachableError  # it imports huggingface_hub
 
     is_store = isinstance(error, InputUnreachableError | HubUnreachableError) or (
         isinstance(error, OSError) and is_passing(error)

@@ -75,7 +75,7 @@ from specextend.data.run_folder import (
 from specextend.data.selection import write_selection
 from specextend.data.storage import exists, remove_temporary_files
 from specextend.document_requests import failed_row
-from specextend.loading import load_engine
+from specextend.models.loading import load_engine
 from specextend.report import RunFigures, write_report
 
 _REFUSED_ROWS = 4096

@@ -43,8 +43,8 @@ from specextend.document_requests import (
     finished_row,
     tasks_of,
 )
-from specextend.loading import GIB
-from specextend.pairing import check_files
+from specextend.models.loading import GIB
+from specextend.models.pairing import check_files
 from specextend.terminal import wrap_streams
 
 ENGINE_EXIT_CODE = 70

@@ -18,7 +18,8 @@ from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts, describe_cut
 from specextend.data.source import Source
 from specextend.document_requests import PartPrompts, Task
-from specextend.loading import (
+from specextend.models.causal_lm import ModelFacts
+from specextend.models.loading import (
     GIB,
     longest_request,
     memory_bytes,
@@ -26,7 +27,6 @@ from specextend.loading import (
     usable_bytes,
     with_batch_size,
 )
-from specextend.models import ModelFacts
 from specextend.stats import ratio
 
 SAMPLE_SIZE = 200

@@ -22,7 +22,7 @@ from specextend.decoding.layers import (
     RoundedLinear,
     compiled_kernel,
 )
-from specextend.model_files import Scheme
+from specextend.models.model_files import Scheme
 
 _LEAST_CAPABILITY = {"int8": (7, 5), "int4": (8, 0), "fp8": (8, 9)}
 _MULTIPLE = {"int8": 8, "int4": GROUP, "fp8": 16}

@@ -21,7 +21,7 @@ from specextend.decoding.cache import DraftCache, KVCache, rotate
 from specextend.decoding.layers import PRODUCTS, are_compiled, joined_in_one_call, linear, pack
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import HISTORY
-from specextend.model_files import VOCABULARY, TensorInfo
+from specextend.models.model_files import VOCABULARY, TensorInfo
 
 COPY_READS = {"q_proj": (0, 3), "k_proj": (1, 4), "v_proj": (0, 1)}
 """Range of the tokens i + 1, i, i - 1, i - 2 that a projection of the copy heads reads, as first
@@ -89,7 +89,7 @@ class HeadShape:
     """Our own format: norms of embedding and features, and `copy_heads`."""
     copy_heads: int = 0
     tokens_sha256: str | None = None
-    """`models.tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
+    """`tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
     sources: dict[str, TensorInfo] = field(default_factory=dict)
     """The tensors of its files, by our names."""
 

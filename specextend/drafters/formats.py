@@ -32,7 +32,7 @@ from torch import Tensor
 
 from specextend.core import Values
 from specextend.drafters.eagle_network import HeadShape
-from specextend.model_files import (
+from specextend.models.model_files import (
     VOCABULARY,
     ModelError,
     TensorInfo,
@@ -126,7 +126,7 @@ class EagleConfig(BaseModel):
     its group of query heads.
     """
     tokens_sha256: str | None = None
-    """`models.tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
+    """`tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
 
     @model_validator(mode="after")
     def _heads_are_groups(self) -> Self:

@@ -22,8 +22,8 @@ from specextend.attention.plan import AttentionPlan
 from specextend.attention.torch_kernels import attend_by_head
 from specextend.core import Values, first_line
 from specextend.decoding.model import CachedModel
-from specextend.model_files import ModelError
-from specextend.models import config_values
+from specextend.models.causal_lm import config_values
+from specextend.models.model_files import ModelError
 
 WINDOW = 12
 """Tokens of a sliding window or a chunk of attention, shorter than the texts."""

@@ -25,10 +25,10 @@ from specextend.data.storage import resolve, write_bytes
 from specextend.decoding.decoding_options import DraftOptions
 from specextend.decoding.model import CachedModel
 from specextend.drafters.formats import WEIGHTS_FILE
-from specextend.loading import load_cached_target
-from specextend.model_files import VOCABULARY
-from specextend.models import load_tokenizer
-from specextend.pairing import check_pair
+from specextend.models.causal_lm import load_tokenizer
+from specextend.models.loading import load_cached_target
+from specextend.models.model_files import VOCABULARY
+from specextend.models.pairing import check_pair
 from specextend.proof.subject import Kernels
 from specextend.training.eagle_head import TRAINING, Task, frozen_weights, train_eagle
 from specextend.training.recording import (

@@ -33,8 +33,8 @@ from specextend.decoding.model import head_size
 from specextend.drafters.causal import HISTORY
 from specextend.drafters.eagle_network import COPY_READS
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
-from specextend.model_files import VOCABULARY, read_json
-from specextend.models import TargetOptions, load_tokenizer, tokens_sha256
+from specextend.models.causal_lm import TargetOptions, load_tokenizer, tokens_sha256
+from specextend.models.model_files import VOCABULARY, read_json
 from specextend.training.recording import Recording, Show, TrainOptions
 
 TRAINING = "training"

@@ -32,7 +32,7 @@ from specextend.decoding.decoding_options import DraftOptions, at_least
 from specextend.decoding.device import traits_of
 from specextend.decoding.model import CachedModel
 from specextend.document_requests import document_seed
-from specextend.loading import load_engine
+from specextend.models.loading import load_engine
 from specextend.stats import DecodingStats
 
 Show = Callable[..., None]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from specextend.core import Completion
 from specextend.decoding.engine import BatchError
-from specextend.models import load_tokenizer
+from specextend.models.causal_lm import load_tokenizer
 from specextend.stats import DecodingStats
 
 STEP_S = 0.01

@@ -13,7 +13,7 @@ from specextend.cluster.exits import OtherRunError, RefusedError
 from specextend.config import RunConfig
 from specextend.data.fingerprint import fingerprint, other_configuration, write_manifest
 from specextend.data.prompts import CLOCK, Prompts
-from specextend.models import load_tokenizer
+from specextend.models.causal_lm import load_tokenizer
 from tests.cluster.conftest import MODELS
 
 TARGET = "owner/target"

@@ -15,8 +15,8 @@ from specextend.cluster.exits import (
 )
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.records import describe_status, read_status
-from specextend.models import load_causal_lm
-from specextend.pairing import pair_hashes
+from specextend.models.causal_lm import load_causal_lm
+from specextend.models.pairing import pair_hashes
 from specextend.report.build import write_report
 from tests.cluster.fakes import LosingEngine, MissingEngine, SwapsWeights
 from tests.data.conftest import location

@@ -9,7 +9,7 @@ from specextend.data.inputs import InputOptions
 from specextend.data.prompts import PromptOptions, Prompts
 from specextend.data.source import open_source
 from specextend.document_requests import Task
-from specextend.models import load_tokenizer
+from specextend.models.causal_lm import load_tokenizer
 from tests.cluster.conftest import MODELS
 from tests.contract.test_configuration import LEAST
 

@@ -48,7 +48,7 @@ from specextend.data.prompts import PromptOptions
 from specextend.data.prompts import Prompts
 from specextend.data.source import open_source
 from specextend.document_requests import Task
-from specextend.models import load_tokenizer
+from specextend.models.causal_lm import load_tokenizer
 
 path, model = sys.argv[1:]
 decoding = {"mode": "autoregressive", "max_new_tokens": 100}

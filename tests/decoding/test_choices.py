@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from specextend.data.answers import choices_of, schema_of
-from specextend.models import load_tokenizer
+from specextend.models.causal_lm import load_tokenizer
 from tests.tiny_models import (
     load_reference,
     of_length,

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specextend.decoding.model import count_work, layers_of
-from specextend.models import DTYPES, TargetOptions, load_causal_lm, read_facts
+from specextend.models.causal_lm import DTYPES, TargetOptions, load_causal_lm, read_facts
 from tests.tiny_models import FAMILIES, tiny_model, write_model
 
 

@@ -7,7 +7,7 @@ import torch
 
 from specextend.core import json_values
 from specextend.data.answers import closed_fields, schema_of
-from specextend.models import load_tokenizer
+from specextend.models.causal_lm import load_tokenizer
 from tests.tiny_models import load_reference, of_length, random_prompt, request, tiny_engine
 
 SCHEMA = schema_of(

@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from specextend.data.answers import answer_fields, schema_of
 from specextend.decoding.device import Graphs
 from specextend.decoding.speculation import Adaptive
-from specextend.models import load_tokenizer
+from specextend.models.causal_lm import load_tokenizer
 from tests.covering import each_once_then_slow
 from tests.recorded_graph import captured_engine, record
 from tests.reference_outputs import generate

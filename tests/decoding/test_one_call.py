@@ -24,7 +24,7 @@ from specextend.decoding.tree import Decided
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import read_head, read_vocabulary, read_weights
-from specextend.models import rope_frequencies
+from specextend.models.causal_lm import rope_frequencies
 from tests.tiny_models import FAMILIES, Family, tiny_model
 
 pytestmark = pytest.mark.skipif(compiled_kernel() is None, reason="the kernel needs a processor with AVX2")

@@ -11,10 +11,10 @@ from specextend.core import Choice
 from specextend.data.answers import schema_of
 from specextend.decoding.recurrent import MOST_PENDING
 from specextend.decoding.tree import Drafter, DraftTrees, TreeNode
-from specextend.loading import memory_bytes
-from specextend.model_files import ModelError
-from specextend.models import read_facts
-from specextend.pairing import check_pair
+from specextend.models.causal_lm import read_facts
+from specextend.models.loading import memory_bytes
+from specextend.models.model_files import ModelError
+from specextend.models.pairing import check_pair
 from tests import reference_outputs
 from tests.reference_outputs import tokens_of
 from tests.tiny_models import (

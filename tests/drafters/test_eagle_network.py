@@ -22,7 +22,7 @@ from specextend.decoding.tree import Decided, DraftTrees
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import read_head, read_vocabulary, read_weights
-from specextend.models import load_causal_lm, rope_frequencies
+from specextend.models.causal_lm import load_causal_lm, rope_frequencies
 from tests.covering import covering
 from tests.models.conftest import edit_json
 from tests.published_heads import HEAD_DIM, HEADS, KV_HEADS, WRITERS

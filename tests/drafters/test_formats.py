@@ -12,9 +12,9 @@ from specextend.cli.command import call
 from specextend.cli.prepare import prepare
 from specextend.decoding.decoding_options import DraftOptions
 from specextend.drafters.formats import convert_head, read_head
-from specextend.model_files import ModelError
-from specextend.models import TargetOptions
-from specextend.pairing import check_pair, describe_features, pair_hashes
+from specextend.models.causal_lm import TargetOptions
+from specextend.models.model_files import ModelError
+from specextend.models.pairing import check_pair, describe_features, pair_hashes
 from tests.models.conftest import edit_json
 from tests.published_heads import WRITERS
 from tests.refused import refused

@@ -9,7 +9,7 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import Decided
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.small_lm import ModelNetwork
-from specextend.models import load_causal_lm
+from specextend.models.causal_lm import load_causal_lm
 from tests.tiny_models import EOS_TOKEN_ID, NUM_CUT, VOCABULARY, load_reference, random_prompt
 
 OPTIONS = TreeOptions(nodes=4, depth=2, threshold=0)

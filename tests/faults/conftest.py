@@ -7,7 +7,7 @@ import pytest
 from specextend.cluster.exits import Interrupt
 from specextend.cluster.lifecycle import run_job
 from specextend.config import RunConfig
-from specextend.loading import load_engine
+from specextend.models.loading import load_engine
 from tests.cluster.conftest import Screen
 from tests.cluster.conftest import job as job  # as here: a fixture of this folder, too
 from tests.contract.conftest import Run

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specextend.decoding.engine import Engine
-from specextend.loading import load_engine
+from specextend.models.loading import load_engine
 from tests.cluster.fakes import FakeEngine
 from tests.job.conftest import wait_for
 

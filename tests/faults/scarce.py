@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from specextend.loading import load_engine
+from specextend.models.loading import load_engine
 
 PLENTY = 1 << 40
 

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specextend.config import RunConfig
-from specextend.model_files import ModelError
-from specextend.models import TargetOptions, check_model, load_causal_lm
-from specextend.pairing import check_pair, pair_hashes
+from specextend.models.causal_lm import TargetOptions, check_model, load_causal_lm
+from specextend.models.model_files import ModelError
+from specextend.models.pairing import check_pair, pair_hashes
 from tests.models.conftest import edit_json
 from tests.models.test_checkpoints import write_packed  # noqa: F401
 from tests.refused import refused

@@ -5,11 +5,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specextend.checkpoints import open_weights, read_packing, read_weights
 from specextend.cli.command import call
 from specextend.cli.machine import check
-from specextend.model_files import ModelError, read_folder
-from specextend.models import TargetOptions, check_model, load_causal_lm, target_bytes
+from specextend.models.causal_lm import TargetOptions, check_model, load_causal_lm, target_bytes
+from specextend.models.checkpoints import open_weights, read_packing, read_weights
+from specextend.models.model_files import ModelError, read_folder
 from tests.models.conftest import edit_json
 from tests.reference_outputs import generate
 from tests.refused import refused

@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster.checks import prepare
-from specextend.model_files import ModelError
-from specextend.models import load_tokenizer, read_facts
-from specextend.pairing import describe_asks
+from specextend.models.causal_lm import load_tokenizer, read_facts
+from specextend.models.model_files import ModelError
+from specextend.models.pairing import describe_asks
 from tests.models.conftest import edit_json
 from tests.reference_outputs import generate, tokens_of
 from tests.refused import refused

@@ -12,8 +12,8 @@ import torch
 from benchmarks.peers import gguf_tensors
 from specextend.cli.command import call
 from specextend.cli.prepare import prepare
-from specextend.model_files import ModelError
-from specextend.models import check_model, load_causal_lm, load_tokenizer, rope_frequencies
+from specextend.models.causal_lm import check_model, load_causal_lm, load_tokenizer, rope_frequencies
+from specextend.models.model_files import ModelError
 
 
 def write_gguf(path, model, tokenizer, add=lambda writer: None, leave_out=""):

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 
 from specextend.cluster.exits import exit_code_of_command
 from specextend.decoding.decoding_options import DraftOptions
-from specextend.model_files import HubUnreachableError, ModelError, identify, resolve_revision
-from specextend.models import TargetOptions, check_model, load_causal_lm
-from specextend.pairing import check_files, check_pair, pair_hashes
+from specextend.models.causal_lm import TargetOptions, check_model, load_causal_lm
+from specextend.models.model_files import HubUnreachableError, ModelError, identify, resolve_revision
+from specextend.models.pairing import check_files, check_pair, pair_hashes
 from tests.models.conftest import edit_json
 
 NAME = "owner/target"

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from specextend.cli.command import call
 from specextend.cli.machine import check
 from specextend.cli.run import plan
-from specextend.model_files import ModelError, identify
-from specextend.models import TargetOptions, check_model, load_causal_lm, read_facts, target_device
-from specextend.pairing import check_pair
+from specextend.models.causal_lm import TargetOptions, check_model, load_causal_lm, read_facts, target_device
+from specextend.models.model_files import ModelError, identify
+from specextend.models.pairing import check_pair
 from tests.models.conftest import edit_json
 from tests.refused import refused
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from specextend.decoding.decoding_options import DraftOptions
-from specextend.model_files import ModelError
-from specextend.models import TargetOptions
-from specextend.pairing import check_pair, pair_hashes
+from specextend.models.causal_lm import TargetOptions
+from specextend.models.model_files import ModelError
+from specextend.models.pairing import check_pair, pair_hashes
 from tests.models.conftest import edit_json
 from tests.refused import refused
 

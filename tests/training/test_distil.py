@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from specextend.loading import load_engine
+from specextend.models.loading import load_engine
 from tests.reference_outputs import tokens_of
 from tests.tiny_models import random_prompt, request
 

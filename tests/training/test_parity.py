@@ -11,7 +11,7 @@ from specextend.attention.plan import AttentionPlan
 from specextend.decoding.model import CachedModel
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig, read_head, read_vocabulary, read_weights
-from specextend.models import load_causal_lm, rope_frequencies
+from specextend.models.causal_lm import load_causal_lm, rope_frequencies
 from specextend.training.eagle_head import EagleHead, Slots, chain, lay_out
 from tests.tiny_models import FAMILIES, VOCABULARY, tiny_model, write_eagle, write_model
 from tests.training.conftest import made_up_recording

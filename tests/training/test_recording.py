@@ -8,7 +8,7 @@ import torch
 from specextend.attention.plain import attend_reference
 from specextend.data.prompts import PromptOptions, Prompts
 from specextend.decoding.model import CachedModel
-from specextend.models import load_causal_lm
+from specextend.models.causal_lm import load_causal_lm
 from specextend.training.recording import Answer, PromptMaker, Text, record
 from tests.training.conftest import OPTIONS, byte_tokenizer, document
 

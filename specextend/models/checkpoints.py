@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from specextend.core import Values, first_line
-from specextend.model_files import (
+from specextend.models.model_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     FLOATS,

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from specextend.attention.plan import TreeAttention
-from specextend.checkpoints import adapter_folder
 from specextend.config import RunConfig
 from specextend.data.prompts import end_of_turn
 from specextend.decoding.cache import aligned
@@ -27,15 +26,7 @@ from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import read_head, read_vocabulary, read_weights
 from specextend.drafters.ngram import NgramDrafter
 from specextend.drafters.small_lm import ModelNetwork
-from specextend.model_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    FLOATS,
-    ModelError,
-    hash_files,
-    identify,
-)
-from specextend.models import (
+from specextend.models.causal_lm import (
     ModelFacts,
     TargetOptions,
     check_model,
@@ -47,6 +38,15 @@ from specextend.models import (
     read_facts,
     rope_frequencies,
     tokens_sha256,
+)
+from specextend.models.checkpoints import adapter_folder
+from specextend.models.model_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    FLOATS,
+    ModelError,
+    hash_files,
+    identify,
 )
 from specextend.proof.family import check_family
 

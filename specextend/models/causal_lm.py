@@ -19,13 +19,6 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from specextend.checkpoints import (
-    Weight,
-    merge_adapter,
-    open_weights,
-    read_packing,
-    read_weights,
-)
 from specextend.core import (
     Asks,
     SamplingParams,
@@ -45,7 +38,14 @@ from specextend.decoding.model import layers_of
 from specextend.decoding.quantized import check_device, check_quantizable, saved_bytes
 from specextend.decoding.stock import AttentionLayer
 from specextend.folders import cache_folder, temporary_folder
-from specextend.model_files import (
+from specextend.models.checkpoints import (
+    Weight,
+    merge_adapter,
+    open_weights,
+    read_packing,
+    read_weights,
+)
+from specextend.models.model_files import (
     ADAPTER_CONFIG,
     Dtype,
     ModelError,

@@ -32,8 +32,7 @@ from specextend.decoding.retrieval import scored_layers
 from specextend.decoding.speculation import Adaptive
 from specextend.drafters.eagle_network import HeadShape
 from specextend.drafters.formats import read_head
-from specextend.model_files import find_folder, read_json
-from specextend.models import (
+from specextend.models.causal_lm import (
     DTYPES,
     ModelFacts,
     load_causal_lm,
@@ -42,7 +41,14 @@ from specextend.models import (
     target_bytes,
     target_device,
 )
-from specextend.pairing import check_pair, draft_rows, draft_size, how_trees_attend, load_drafter
+from specextend.models.model_files import find_folder, read_json
+from specextend.models.pairing import (
+    check_pair,
+    draft_rows,
+    draft_size,
+    how_trees_attend,
+    load_drafter,
+)
 from specextend.proof.kernel_checks import times_of
 from specextend.proof.prover import Proof, load_proof
 from specextend.proof.subject import Kernels, LayerShape, Subject, candidates_for

@@ -1,0 +1,1 @@
+"""Models: their files, whether they are served and fit each other, and loading them."""
