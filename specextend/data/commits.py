@@ -1,4 +1,7 @@
-"""Append-only commits, which are the only record of finished rows."""
+"""Append-only commits, the only record of finished rows.
+
+`CommitWriter` writes them; `read_commits` and `read_results` read them.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ _NAME = re.compile(r"part-(?P<run_id>[0-9a-f]{8})-(?P<seq>\d{6,})\.parquet")
 _RUN_ID = b"specextend.run_id"
 _FINGERPRINT = b"specextend.fingerprint"
 _WHOLE_BYTES = 1 << 20
-"""A commit up to this size is read in one request, also if few of its columns are wanted."""
+"""Largest commit that is read whole even for a few columns."""
 KEY_COLUMNS = ("file", "row", "error_class", "finish_reason")
-"""The columns that name the row of a result, and its state: done, or with which failure."""
+"""Columns with the row and state of a result."""
 _WORK_COLUMNS = (
     "num_prompt_tokens",
     "num_cached_tokens",
@@ -36,27 +39,29 @@ _WORK_COLUMNS = (
     "num_first_accepted",
     *PHASES,
 )
-"""The columns that tell how much work is done, what a token of each kind costs, and whether the
-draft fits.
-"""
+"""Columns for speed, work and acceptance."""
 _NAME_OF = b"specextend.commit"
 
 
 class DamagedCommitError(ValueError):
-    """A commit that is there and does not parse."""
+    """A commit does not parse."""
 
 
 class StrangeCommitError(ValueError):
-    """A commit of another run."""
+    """A commit belongs to another run."""
 
 
 class CommitWriter:
-    """Commits rows to `_run/parts/part-<run id>-<seq>.parquet`; one writer per output folder, which
-    holds its lock.
+    """Writes commits to `_run/parts/part-<run id>-<seq>.parquet`.
 
-    `seq` continues after the highest in the folder, so the order of commits over all starts is the
-    order of (seq, run id): this is what "later" means. run_id: 8 hexadecimal digits. fingerprint:
-    that of the run; origin: its `provenance`. Both are written into every commit.
+    An output folder has a single writer, the holder of its lock. `seq` grows over all starts, so
+    commits are ordered by (seq, run id).
+
+    Args:
+        output: Output folder of the run.
+        run_id: 8 hexadecimal digits.
+        fingerprint: Fingerprint of the run, stored in each commit.
+        origin: Provenance of the rows, stored in each commit.
     """
 
     def __init__(self, output: Location, run_id: str, fingerprint: str = "", origin: bytes = b""):
@@ -70,10 +75,7 @@ class CommitWriter:
         self._next_seq = commit_order(names[-1])[0] + 1 if names else 0
 
     def commit(self, rows: Sequence[Values]) -> str | None:
-        """Write rows of `finished_row`, and those of documents that failed, whole or not at all.
-
-        Returns the commit's name; None if there are no rows.
-        """
+        """Write rows atomically. Return the name of the commit; None without rows."""
         if not rows:
             return None
         name = f"part-{self.run_id}-{self._next_seq:06d}.parquet"
@@ -83,7 +85,7 @@ class CommitWriter:
 
 
 def commit_sizes(output: Location) -> dict[str, int]:
-    """Return the bytes of the commits by name, the earliest first."""
+    """Return the size of each commit by name, in order."""
     sizes = file_sizes(commits_folder(output))
     return {name: sizes[name] for name in sorted(filter(_NAME.fullmatch, sizes), key=commit_order)}
 
@@ -95,11 +97,19 @@ def read_commit(
     fingerprint: str = "",
     num_bytes: int | None = None,
 ) -> pa.Table:
-    """Read columns of one commit with the types of COMMIT_SCHEMA; `commit_of` returns its name.
+    """Read columns of a commit with the types of COMMIT_SCHEMA.
 
-    num_bytes: its size in the listing; a large one is read by columns. Raises DamagedCommitError if
-    it does not parse: none of our writers leaves such a commit. Raises OSError if it is out of
-    reach, and StrangeCommitError if it names another run than `fingerprint`.
+    Args:
+        output: Output folder of the run.
+        name: Name of the commit.
+        columns: Columns to read.
+        fingerprint: Fingerprint that the commit should have; empty for any.
+        num_bytes: Size in the listing. Only large commits are read by column.
+
+    Raises:
+        DamagedCommitError: The commit does not parse. Our writers never leave such a file.
+        StrangeCommitError: The commit has another fingerprint.
+        OSError: The commit is out of reach.
     """
     location = commits_folder(output).child(name)
     wanted = pa.schema([COMMIT_SCHEMA.field(column) for column in columns], {_NAME_OF: name})
@@ -126,54 +136,48 @@ def read_commit(
 
 
 def commit_of(table: pa.Table) -> str:
-    """Return the name of the commit that a table of `read_commit` or `read_results` was read
-    from.
-    """
+    """Return the name of the commit with the rows of `table`."""
     name: bytes = table.schema.metadata[_NAME_OF]
     return name.decode()
 
 
 def run_id_of(name: str) -> str:
-    """Return the run id of the start that wrote a commit, from the commit's name."""
+    """Return the run id in the name of a commit."""
     return commit_order(name)[1]
 
 
 def commit_order(name: str) -> tuple[int, str]:
-    """Return (seq, run id) of a commit's name, by which commits are ordered."""
+    """Return (seq, run id) of a commit, the sort key."""
     match = _NAME.fullmatch(name)
     assert match is not None, name
     return int(match["seq"]), match["run_id"]
 
 
 MOST_BYTES = 64 << 20
-"""Bytes of commits, as they are stored, that are read ahead; in memory they take a few times as
-much.
-"""
+"""Stored bytes of commits that are read ahead; they take a few times as much memory."""
 _MOST_ROWS = 1 << 32
-"""No input file has so many rows."""
+"""Limit for row numbers, above any input file."""
 _ERROR_COLUMNS = {*KEY_COLUMNS, *ERROR_SCHEMA.names, "tasks"}
 OPEN = 0
 FAILED = 1
 PARTIAL = 2
 DONE = 3
-"""States of an input row: without a result, or with the best one: an error row, a row of which some
-tasks failed, a row done.
-"""
+"""States of an input row: no result, error, done in some tasks, done."""
 
 
 class Earlier(NamedTuple):
-    """Holds the answers to a document of several tasks, some of which are done again."""
+    """Earlier answers to a document with tasks to repeat."""
 
     tasks: list[Values]
-    """Its entries of the column `tasks`."""
+    """Entries of the column `tasks`."""
     again: frozenset[str]
-    """Names of the tasks to do again."""
+    """Names of the tasks to repeat."""
     document: Values
-    """Its columns that are of no task."""
+    """Columns of the document as a whole."""
 
 
 class KeptTasks:
-    """The answers in rows of which something may be done again, as they were read."""
+    """Answers of rows with tasks to repeat."""
 
     def __init__(self, retry_errors: Retry = "none"):
         self._retry_errors = retry_errors
@@ -186,7 +190,7 @@ class KeptTasks:
             self._places[key] = own, place
 
     def find(self, key: DocumentKey) -> Earlier | None:
-        """Return the answers to a document; None if all of its tasks are to be done."""
+        """Return the answers to a document; None if all tasks are to do."""
         if key not in self._places:
             return None
         rows, place = self._places[key]
@@ -202,23 +206,21 @@ class KeptTasks:
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of a run, as the commits of its output folder record it."""
+    """State of a run according to its commits."""
 
     done: frozenset[DocumentKey]
     errors: dict[DocumentKey, str]
-    """Rows that have failed, if only in some of their tasks: key -> error_class of the latest
-    result.
-    """
+    """Class of the latest error by key, including rows with some answers."""
     final: frozenset[DocumentKey] = frozenset()
-    """Those of `errors` that would fail again, because their latest result is not retryable."""
+    """Rows of `errors` that are not retryable."""
     attempts: dict[DocumentKey, int] = field(default_factory=dict)
-    """Attempts of `errors`: key -> attempts of the latest result."""
+    """Number of attempts of `errors` by key."""
     work: DecodingStats = field(default_factory=DecodingStats)
     """Sums of `_WORK_COLUMNS` over `done`."""
     num_partial: int = 0
-    """Number of `errors` of which some tasks have an answer."""
+    """Number of `errors` with some answers."""
     kept: KeptTasks = field(default_factory=KeptTasks, compare=False)
-    """Answers of the rows of which only some tasks are done again."""
+    """Answers of rows with tasks to repeat."""
 
 
 def read_commits(
@@ -226,11 +228,14 @@ def read_commits(
     fingerprint: str = "",
     retry_errors: Retry = "none",
 ) -> Progress:
-    """Read the keys and the work of every commit; without commits the progress is empty.
+    """Read the progress of a run.
 
-    All columns are read, so that damage is found before a worker starts, not when the summaries are
-    written. fingerprint: that of the run to which the commits must belong; if empty, that of the
-    folder's manifest. retry_errors: which failed tasks are done again.
+    Reads all columns, so that damage is found before a worker starts.
+
+    Args:
+        output: Output folder of the run.
+        fingerprint: Fingerprint of the run; empty for that of the manifest.
+        retry_errors: Failed tasks to repeat.
     """
     done: set[DocumentKey] = set()
     num_partial = 0
@@ -266,9 +271,7 @@ def _keys(rows: pa.Table) -> Iterator[DocumentKey]:
 def pending(
     rows: Iterable[Sequence[int]], progress: Progress, *, retry_errors: Retry = "none"
 ) -> Iterator[DocumentKey]:
-    """Yield the keys to do, in order. rows: wanted rows of each input file. retry_errors: the error
-    rows to redo.
-    """
+    """Yield the keys to do in order, from the wanted `rows` of each file."""
     closed = {
         "none": progress.errors.keys(),
         "retryable": progress.final,
@@ -284,15 +287,21 @@ def pending(
 def read_results(
     output: Location, columns: Sequence[str], fingerprint: str = "", settled: Settled | None = None
 ) -> Iterator[pa.Table]:
-    """Yield the results that count as tables of `columns`, in which the KEY_COLUMNS must be; each
-    commit is read once.
+    """Yield the valid results, each table from one commit and with one state.
 
-    Done beats failed in some tasks, which beats error, later beats earlier, and each input row has
-    one result. A table is of one commit and one state: first come the rows done, the latest commits
-    first, then all others in the order of their commits. Memory: the commits read ahead
-    (MOST_BYTES), the rows of which tasks failed, the error rows' own columns, and a byte for each
-    input row. fingerprint: as for `read_commits`. settled: filled in. Raises DamagedCommitError and
-    StrangeCommitError.
+    Done beats partly done, which beats error; later beats earlier. Done rows come first, latest
+    commits first, then the others in commit order. Each commit is read once. Memory holds
+    MOST_BYTES of commits, rows with failed tasks, error rows, and a byte per input row.
+
+    Args:
+        output: Output folder of the run.
+        columns: Columns to read, including KEY_COLUMNS.
+        fingerprint: As for `read_commits`.
+        settled: Receives the states.
+
+    Raises:
+        DamagedCommitError: A commit does not parse.
+        StrangeCommitError: A commit has another fingerprint.
     """
     sizes = commit_sizes(output)
     if not fingerprint and (manifest := read_manifest(output)) is not None:
@@ -321,28 +330,26 @@ def read_results(
 
 
 def state_of(results: pa.Table) -> int:
-    """Return the state of the rows of a table of `read_results`."""
+    """Return the state of a table of `read_results`."""
     return int(_states(results.slice(0, 1))[0])
 
 
 def _states(table: pa.Table) -> NDArray[np.uint8]:
-    """Return the state of each result of a table."""
+    """Return the state of each result."""
     has_text = table["finish_reason"].is_valid().to_numpy()
     is_done = table["error_class"].is_null().to_numpy()
     return np.where(is_done, DONE, np.where(has_text, PARTIAL, FAILED)).astype(np.uint8)
 
 
 class Settled:
-    """Remembers the best state of each input row that was seen."""
+    """The best state seen of each input row."""
 
     def __init__(self) -> None:
         self._states: dict[int, NDArray[np.uint8]] = {}
-        """Of the rows of each file, which may have room for more."""
+        """States of each file, possibly with spare room."""
 
     def settle(self, table: pa.Table) -> tuple[Ints, Ints, Ints]:
-        """Take in a commit; return which of its rows count by now, of equal ones the last: rows
-        done, rows of which some tasks failed, and error rows.
-        """
+        """Add a commit and return its valid rows so far: done, partly done, failed."""
         own = _states(table)
         counts = np.zeros(len(table), bool)
         for state in (DONE, PARTIAL, FAILED):
@@ -358,7 +365,7 @@ class Settled:
         return done, partial, failed
 
     def is_best(self, table: pa.Table) -> NDArray[np.bool_]:
-        """Return which rows have no better result, before or afterwards."""
+        """Return a mask of the rows without a better result."""
         own = _states(table)
         best = np.zeros(len(table), bool)
         for states, places, rows in self._files(table):
@@ -366,12 +373,12 @@ class Settled:
         return best
 
     def states(self, file: int, num_rows: int) -> NDArray[np.uint8]:
-        """Return the states of the first rows of an input file [num_rows]."""
+        """Return the states of the first `num_rows` rows of a file."""
         known = self._states.get(file, np.zeros(0, np.uint8))[:num_rows]
         return np.pad(known, (0, num_rows - len(known)))
 
     def count(self) -> tuple[int, int]:
-        """Count the rows done and those that failed, if only in some of their tasks."""
+        """Return the number of done and of failed rows, counting partly done rows as failed."""
         done, partial, failed = (
             sum(int((each == state).sum()) for each in self._states.values())
             for state in (DONE, PARTIAL, FAILED)
@@ -379,9 +386,7 @@ class Settled:
         return done, partial + failed
 
     def _files(self, table: pa.Table) -> Iterator[tuple[NDArray[np.uint8], Ints, Ints]]:
-        """Yield the states of each file that a commit names, the places of its rows in the commit,
-        and the numbers.
-        """
+        """Yield the states of each file, with positions in the commit and row numbers."""
         files, rows = (table[column].to_numpy() for column in ("file", "row"))
         for file in np.unique(files).tolist():
             places = np.flatnonzero(files == file)

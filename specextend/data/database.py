@@ -1,7 +1,6 @@
-"""DuckDB under tables of many narrow rows, and under the filter of rows, which is a condition of
-SQL.
+"""DuckDB for tables of many narrow rows, and for SQL conditions on rows.
 
-It works in bounded memory, and has no way to anything but its temporary files.
+Memory is bounded, and nothing but temporary files can be opened.
 """
 
 import tempfile
@@ -26,7 +25,7 @@ _LOCK = (
 
 
 def connect(memory_limit: str, temp_directory: str = "") -> duckdb.DuckDBPyConnection:
-    """Return a database in memory that opens no file but temporary ones, and loads no extension."""
+    """Open a database in memory without extensions and files, except temporary ones."""
     limits = {"memory_limit": memory_limit, "temp_directory": temp_directory, "threads": "1"}
     connection = duckdb.connect(config={**limits, "python_enable_replacements": "false"})
     connection.execute(_LOCK)
@@ -34,11 +33,10 @@ def connect(memory_limit: str, temp_directory: str = "") -> duckdb.DuckDBPyConne
 
 
 class Database:
-    """A database that is gone with this object. What does not fit into its memory goes to temporary
-    files.
+    """A temporary database for one thread, with deterministic results.
 
-    Of one thread, and deterministic. Texts must come in small tables: rows are handled 2,048 at a
-    time, whatever their size. All methods raise OSError if the temporary folder has no room.
+    Texts must come in small tables, since rows are processed 2,048 at a time. All methods raise
+    OSError if the temporary folder is full.
     """
 
     def __init__(self) -> None:
@@ -48,20 +46,18 @@ class Database:
         self._connection = connect(memory_limit="128MB", temp_directory=folder)
 
     def add(self, given: pa.Table, *statements: str) -> list[Values]:
-        """Execute statements in which a table goes by the name `given`; return the rows that the
-        last one finds.
-        """
+        """Execute statements on a table called `given`; return the rows of the last statement."""
         self._connection.register("given", given)
         [*_, rows] = map(self.select, statements)
         self._connection.unregister("given")
         return rows
 
     def select(self, query: str, *values: Any) -> list[Values]:
-        """Return the rows that a query finds. values: of the query's parameters."""
+        """Return the rows of a query with parameters `values`."""
         return list(self.stream(query, *values))
 
     def stream(self, query: str, *values: Any) -> Iterator[Values]:
-        """Yield the rows that a query finds; nothing else may be asked meanwhile."""
+        """Yield the rows of a query. Run no other query meanwhile."""
         with temporary_room():
             found = self._connection.execute(query, values)
             names = [name for name, *_ in found.description or ()]
@@ -69,14 +65,14 @@ class Database:
                 yield from (dict(zip(names, row, strict=True)) for row in rows)
 
     def arrays(self, query: str) -> list[NDArray[Any]]:
-        """Return the columns of the rows that a query finds; none of them may be null."""
+        """Return the columns of a query as arrays without nulls."""
         with temporary_room():
             return [*self._connection.execute(query).fetchnumpy().values()]
 
 
 @contextmanager
 def temporary_room() -> Iterator[None]:
-    """Raise OSError with a way out if a `with` block finds no room for temporary files."""
+    """Raise OSError with advice if there is no room for temporary files."""
     try:
         yield
     except (
@@ -104,7 +100,7 @@ SELECT tree->>'error_message' AS error,
     list_sort(list_distinct(json_extract_string(tree, '$..column_names[0]'))) AS columns
 FROM parsed
 """
-"""The parts of a statement, by kind."""
+"""Splits a statement into its parts by kind."""
 _KINDS = {
     "BETWEEN", "CASE", "CAST", "COLLATE", "COLUMN_REF", "COMPARISON", "CONJUNCTION", "CONSTANT",
     "FUNCTION", "OPERATOR", "TYPE",
@@ -129,14 +125,14 @@ list_first list_has list_has_all list_has_any list_last list_max list_min list_p
 list_sum list_unique list_value map_contains map_extract map_extract_value map_keys map_values row
 struct_extract struct_pack if nullif
 """
-"""Functions of one row, with the same value at any time, that is not larger by far than what they
-are given: the database's limit does not count values that wait to be compared.
+"""Deterministic functions of one row with small results: the memory limit does not cover values in
+comparisons.
 """
 _SCALARS = """
 SELECT type_name FROM duckdb_types()
 WHERE type_category IN ('BOOLEAN', 'DATETIME', 'NUMERIC', 'STRING') OR type_name IN ('blob', 'uuid')
 """
-"""Types that a filter may cast to: an array may be named at any size."""
+"""Types allowed in casts. Arrays could have any size."""
 
 
 @cache
@@ -146,8 +142,14 @@ def _database() -> duckdb.DuckDBPyConnection:
 
 @cache
 def filter_columns(text: str, option: str = "input.filter") -> tuple[str, ...]:
-    """Return the columns that a condition reads. option: names the condition in messages. Raises
-    ValueError, in one line, for what is no condition of a row.
+    """Return the columns of a condition.
+
+    Args:
+        text: SQL condition.
+        option: Name of the option in messages.
+
+    Raises:
+        ValueError: The text is not a condition on one row.
     """
     cursor = _database().cursor()
     [parsed] = cursor.execute(_PARSE, [f"SELECT (\n{text}\n)"]).fetchall()
@@ -163,7 +165,7 @@ def filter_columns(text: str, option: str = "input.filter") -> tuple[str, ...]:
 
 
 def _refused(kinds: list[str], functions: list[str], types: list[str]) -> str | None:
-    """Say which part of a statement is not allowed, such as a subquery."""
+    """Return the first part of a statement that is not allowed, such as a subquery."""
     for kind in kinds:
         if kind not in _KINDS:
             return f"{kind.lower()} is not allowed"
@@ -179,16 +181,21 @@ def _refused(kinds: list[str], functions: list[str], types: list[str]) -> str | 
 
 
 def matches(text: str, table: pa.Table, option: str = "input.filter") -> NDArray[np.bool_]:
-    """Return [N] bool: True where a row of a table of `filter_columns` matches; a condition that is
-    null does not.
+    """Return a mask [N] of the rows that match; null does not match.
 
-    Raises ValueError for values that do not fit it.
+    Args:
+        text: SQL condition.
+        table: Table with the columns of `filter_columns`.
+        option: Name of the option in messages.
+
+    Raises:
+        ValueError: A value does not fit the condition.
     """
     cursor = _database().cursor()
     try:
-        table.validate(full=True)  # DuckDB believes that text is UTF-8
+        table.validate(full=True)  # DuckDB does not check UTF-8
         cursor.register("the rows", table)
-        # Text that closes a parenthesis it did not open passes `_PARSE`, but not this.
+        # This fails for a parenthesis closed too early, which `_PARSE` accepts.
         found = cursor.sql(
             f'SELECT CASE WHEN\n{text}\nTHEN true ELSE false END FROM "the rows"'
         ).fetchnumpy()

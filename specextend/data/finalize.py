@@ -1,5 +1,6 @@
-"""The end of a run: commits become summaries and errors in input order, and every row is accounted
-for.
+"""The end of a run: commits become summaries and errors in input order.
+
+Begin at `finalize`.
 """
 
 import hashlib
@@ -60,18 +61,16 @@ from specextend.data.source import Source
 from specextend.data.storage import Location, atomic_output, delete, file_sizes, in_order
 
 MOST_BYTES = 256 << 20
-"""Memory of the results that are being written, by several threads, or wait to be."""
+"""Memory for results that are written by several threads."""
 _HELD_BYTES = 32 << 20
-"""Most bytes of a file's results, or of its passthrough columns, that wait for a thread; larger
-files are written one after the other.
+"""Largest result of a file, or of its passthrough columns, that waits for a thread. Larger files
+are written one by one.
 """
 _DIGEST = b"specextend.results"
 
 
 class ReconciliationError(RuntimeError):
-    """The number of input rows differs from that of rows done and error rows; nothing is
-    written.
-    """
+    """Results and input rows do not match; nothing is written."""
 
 
 def finalize(
@@ -83,15 +82,22 @@ def finalize(
 ) -> Counts:
     """Write `summaries/` and `errors/` from the commits, one row per document in input order.
 
-    A row of which some tasks failed is in `summaries/`, and counts as an error.
+    Rows with some failed tasks go to `summaries/` and count as errors. Files are written
+    atomically, unchanged files are kept, and obsolete error files deleted. Memory is bounded: each
+    commit is read once, and rows are sorted in temporary files.
 
-    Each commit is read once. Memory is bounded: some rows are sorted at a time; the rest goes to
-    temporary files. Each file is there whole or not at all; one that would not change is not
-    rewritten; an errors file whose rows are done by now is deleted. Passthrough columns are read
-    from the input itself. checkpoint: called between tables, by several threads; may raise.
-    observe: called with the results that count, as `read_results` yields them with the columns of
-    COMMIT_SCHEMA. words: filled in. Raises ReconciliationError, DamagedCommitError,
-    StrangeCommitError, and InputError for an input that changed or cannot be read.
+    Args:
+        source: Input of the run.
+        output: Output folder of the run.
+        checkpoint: Called between tables by several threads; may raise.
+        observe: Called with each table of `read_results`.
+        words: Receives the content words of all answers.
+
+    Raises:
+        ReconciliationError: A row has no result, or a result no row.
+        DamagedCommitError: A commit is damaged.
+        StrangeCommitError: A commit belongs to another run.
+        InputError: The input changed or cannot be read.
     """
     for _ in in_order(source.check_unchanged, [file.number for file in source.files]):
         checkpoint()
@@ -114,11 +120,7 @@ def finalize(
 
 
 def unfinished(source: Source, output: Location) -> list[str]:
-    """Return the names of the files in `summaries/` and `errors/` that are not what `finalize`
-    would write.
-
-    One may have been taken away, or a byte of it has changed on the disk.
-    """
+    """Return the names of result files that are missing, damaged or outdated."""
     ending = _Ending(source, output)
     for table in read_results(output, [*dict.fromkeys((*KEY_COLUMNS, *WORD_COLUMNS))]):
         ending.add(table)
@@ -133,7 +135,7 @@ def unfinished(source: Source, output: Location) -> list[str]:
 
 
 def _reconcile(source: Source, settled: Settled) -> Counts:
-    """Raise ReconciliationError unless there is one result for each input row, and no other."""
+    """Raise ReconciliationError unless each input row has exactly one result."""
     for file in source.files:
         wanted = np.asarray(source.rows(file.number), np.int64)
         missing = wanted[settled.states(file.number, file.num_rows)[wanted] == OPEN]
@@ -157,13 +159,13 @@ class _Stretch(NamedTuple):
     number: int
     tables: Iterable[pa.Table]
     num_bytes: int
-    """Memory that writing them takes."""
+    """Memory needed to write them."""
 
 
 class _Folder:
-    """One of the two folders of results: the commits whose rows each of its files holds.
+    """A folder of results, with the commits of each file.
 
-    A commit never changes, so equal commits mean equal results, generic answers aside.
+    Commits never change, so equal commits mean equal results, except for generic answers.
     """
 
     def __init__(self, place: Location, schema: pa.Schema):
@@ -174,9 +176,7 @@ class _Folder:
 
 
 class _Ending:
-    """Writes the results of one input file after the other; `write` and `is_written` are
-    thread-safe.
-    """
+    """Writes the results of each input file. `write` and `is_written` are thread-safe."""
 
     def __init__(
         self,
@@ -197,21 +197,19 @@ class _Ending:
         self._provenance = partial(provenance, read_manifest(output), read_starts(output))
 
     def add(self, table: pa.Table) -> None:
-        """Remember the commit and the words of a table of `read_results`."""
+        """Add the commit and words of a table of `read_results`."""
         self._words.add(table)
         folder = self._errors if state_of(table) == FAILED else self._summaries
         for number in np.unique(table["file"].to_numpy()).tolist():
             folder.commits[number].add(commit_of(table))
 
     def find_generic(self) -> None:
-        """Find the generic answers, after all results were added."""
+        """Find the generic answers once all results are added."""
         for found in self._words.flagged():
             self._generic[found["file"]][found["row"]] = found["tasks"]
 
     def stretches(self, tables: Iterator[pa.Table]) -> Iterator[_Stretch]:
-        """Cut all results into those of each file; a file with too many of them is written at once,
-        and not yielded.
-        """
+        """Yield the results of each file; a large file is written at once instead."""
         results = Tables(tables)
         for file in self._source.files:
             rest = results.take(len(self._source.rows(file.number)))
@@ -227,11 +225,11 @@ class _Ending:
                 yield _Stretch(file.number, held, num_bytes)
 
     def is_written(self, number: int) -> bool:
-        """Return True if the files of an input file are what `write` would write."""
+        """Return True if both result files of an input file are up to date."""
         return self._is_right(self._summaries, number) and self._is_right(self._errors, number)
 
     def write(self, stretch: _Stretch) -> None:
-        """Write both files of an input file, unless they are there."""
+        """Write both result files of an input file unless up to date."""
         self._checkpoint()
         number = stretch.number
         failed = list[pa.Table]()
@@ -244,13 +242,11 @@ class _Ending:
 
         tables = told_apart()
         self._write(self._summaries, number, self._summaries_of(number, tables))
-        deque(tables, maxlen=0)  # those of a file that was there
+        deque(tables, maxlen=0)  # the summaries were up to date
         self._write(self._errors, number, self._errors_of(number, failed))
 
     def _write(self, folder: _Folder, number: int, tables: Iterator[pa.Table]) -> None:
-        """Write the file of an input file in one of the two folders, with the provenance of its
-        rows, or delete it if there is nothing for it; unless that is done.
-        """
+        """Write or delete one result file of an input file unless up to date."""
         if self._is_right(folder, number):
             return
         place = folder.place.child(result_name(number))
@@ -258,15 +254,16 @@ class _Ending:
         if names is None:
             delete(place)
             return
-        # no reason to write a file again
+        # Different provenance alone does not justify another write.
         origin = self._provenance(dict.fromkeys(map(run_id_of, names)))
         metadata = {_DIGEST: self._digest(folder, number, names), PROVENANCE: origin}
         with atomic_output(place) as path:
             write_groups(path, folder.schema.with_metadata(metadata), tables)
 
     def _commits(self, folder: _Folder, number: int) -> list[str] | None:
-        """Return the commits on which a file's rows depend, the earliest first: error rows on those
-        of rows done, too. None if there is no row, and so no file, of errors.
+        """Return the commits of a result file in order; None if there should be no file.
+
+        Error rows depend on the commits of done rows too.
         """
         names = folder.commits[number]
         if folder is self._errors:
@@ -276,7 +273,7 @@ class _Ending:
         return sorted(names, key=commit_order)
 
     def _summaries_of(self, number: int, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-        """Yield summaries in row order, some rows at a time."""
+        """Yield summaries in row order, in tables."""
         for results, passed in self._joined(number, COMMIT_SCHEMA, tables):
             self._checkpoint()
             columns = summary_columns(results, self._columns) + passed
@@ -284,7 +281,7 @@ class _Ending:
             yield rows_where(table, _has_answers(results).to_numpy())
 
     def _errors_of(self, number: int, failed: list[pa.Table]) -> Iterator[pa.Table]:
-        """Yield error rows as `_summaries_of` does. failed: their own columns."""
+        """Yield error rows in tables, from the columns in `failed`."""
         keys = [table["key"].combine_chunks().field("row").to_numpy() for table in failed]
         schema = error_schema([], self._columns)
         for results, passed in self._joined(number, schema, iter(failed), np.concatenate(keys)):
@@ -298,8 +295,9 @@ class _Ending:
         tables: Iterator[pa.Table],
         rows: Ints | None = None,
     ) -> Iterator[tuple[pa.Table, list[pa.ChunkedArray]]]:
-        """Yield the results of a file with the columns that are passed through to them, some rows
-        at a time. rows: of the file, if they are not all that the run is about.
+        """Yield results with their passthrough columns, in tables.
+
+        `rows` limits the rows of the file; None means all rows of the run.
         """
         source = self._source
         names = [field.name for field in source.passthrough_fields]
@@ -312,9 +310,7 @@ class _Ending:
             yield taken, source.passthrough(batch, number)
 
     def _error_rows(self, table: pa.Table) -> pa.Table:
-        """Return the error rows of a table of results, with the columns of their schema but those
-        passed through.
-        """
+        """Return the error rows of a table, without passthrough columns."""
         rows = table.filter(pc.invert(_has_answers(table)))
         keys = pc.make_struct(rows["file"], rows["row"], field_names=["file", "row"])
         names = [*ERROR_SCHEMA.names, *(["tasks"] if self._columns.others else [])]
@@ -324,10 +320,9 @@ class _Ending:
         )
 
     def _is_right(self, folder: _Folder, number: int) -> bool:
-        """Return True if a file of the folder holds the columns and results that the digest names,
-        or is not there and need not be.
+        """Return True if a result file is complete and up to date, or rightly missing.
 
-        Its pages have checksums; its footer, and the headers of pages, have none.
+        Reads all pages, since their checksums do not cover the footer.
         """
         names = self._commits(folder, number)
         is_there = result_name(number) in folder.there
@@ -339,57 +334,53 @@ class _Ending:
                 found = parquet.schema_arrow
                 num_rows = sum(map(len, stream(parquet, found.names)))
                 is_whole = num_rows == parquet.metadata.num_rows and found.equals(as_stored(schema))
-        except DAMAGED:  # if its store is away, writing it again says so
+        except DAMAGED:  # a store that is away fails the write too
             return False
         return is_whole and (found.metadata or {}).get(_DIGEST) == self._digest(
             folder, number, names
         )
 
     def _digest(self, folder: _Folder, number: int, names: list[str]) -> bytes:
-        """Return what tells whether a file must be written again: its columns, the commits that its
-        rows come from, and its generic answers, which depend on all other rows.
-        """
+        """Return the digest of columns, commits and generic answers of a result file."""
         generic = sorted(self._generic.get(number, {}).items())
         content = "\n".join([folder.schema.to_string(), *names, *map(str, generic)])
         return hashlib.sha256(content.encode()).hexdigest().encode()
 
 
 def _has_answers(results: pa.Table) -> pa.ChunkedArray:
-    """Return which rows belong in `summaries/`: rows done, and those of which some tasks failed."""
+    """Return a mask of the rows for `summaries/`: done, or done in some tasks."""
     return pc.or_(results["error_class"].is_null(), results["finish_reason"].is_valid())
 
 
-# Rows in the order of the input, whatever order they come in
+# Sort rows into input order
 
 
 BUFFER_BYTES = 128 << 20
-"""Bytes of rows that are sorted in memory; if there are more, they go to temporary files."""
+"""Bytes of rows sorted in memory before they go to temporary files."""
 _BATCH_BYTES = 768 << 10
-"""Bytes of a temporary file that are in memory at a time, if a row has no more. A full buffer is
-halved down to two thirds of it.
-"""
+"""Bytes per read of a temporary file, unless a single row is larger."""
 _ORDER = "order"
-"""A column by which rows are sorted: the number of the file and, in the lower bits, of the row."""
+"""Sort key: file number in the upper bits, row number in the lower bits."""
 _ROW_BITS = 32
 
 
 class Tables:
-    """Rows of some tables, taken in order in pieces of any size."""
+    """A queue of rows, filled from tables."""
 
     def __init__(self, tables: Iterator[pa.Table]):
         self._tables = filter(len, tables)
         self.rest: pa.Table = next(self._tables, None)
-        """What is left of the next table; None at the end."""
+        """Rest of the current table; None at the end."""
 
     def take_some(self, most: int) -> pa.Table:
-        """Return the next rows, at most so many, of one table."""
+        """Take up to `most` rows from the current table."""
         taken = self.rest.slice(0, most)
         rest = self.rest.slice(most)
         self.rest = rest if len(rest) else next(self._tables, None)
         return taken
 
     def take(self, num_rows: int) -> Iterator[pa.Table]:
-        """Yield the next rows in tables as they come; there must be as many."""
+        """Take exactly `num_rows` rows, as tables."""
         while num_rows:
             taken = self.take_some(num_rows)
             num_rows -= len(taken)
@@ -397,11 +388,9 @@ class Tables:
 
 
 class SortedRows:
-    """Rows of one schema, which has columns `file` and `row`, added in any order and taken in the
-    order of the input.
+    """Sorts rows by `file` and `row`.
 
-    Holds `buffer_bytes` of rows and a sorted copy of them. More go to temporary files without a
-    name, each sorted; the system removes them when the process ends, however it ends.
+    Rows beyond `buffer_bytes` go to unnamed temporary files, which vanish with the process.
     """
 
     def __init__(self, schema: pa.Schema, buffer_bytes: int = BUFFER_BYTES):
@@ -418,7 +407,7 @@ class SortedRows:
             file.close()
 
     def add(self, rows: pa.Table) -> None:
-        """Add rows. Raises OSError if the temporary folder has no room."""
+        """Add rows. Raises OSError if the temporary folder is full."""
         files, numbers = (rows[name].to_numpy().astype(np.int64) for name in ("file", "row"))
         keys = pa.array((files << _ROW_BITS) + numbers)
         self._waiting.append(rows.select(self._names).append_column(_ORDER, keys))
@@ -427,8 +416,8 @@ class SortedRows:
             self._store()
 
     def tables(self) -> Iterator[pa.Table]:
-        """Yield the rows in order, as tables of a few hundred kilobytes. Nothing can be added any
-        more.
+        """Yield all rows in order, as tables of a few hundred kilobytes. No rows can be added
+        after.
         """
         sorted_runs = [*map(_stored_batches, self._files), halved(self._sorted(), _BATCH_BYTES)]
         runs = [Tables(run) for run in sorted_runs]
@@ -440,14 +429,14 @@ class SortedRows:
             yield _in_order(pa.concat_tables(taken)).select(self._names)
 
     def _sorted(self) -> pa.Table:
-        """Sort the rows that wait, and forget them."""
+        """Sort and remove the buffered rows."""
         table = pa.concat_tables([self._schema.empty_table(), *self._waiting])
         self._waiting = []
         self._num_bytes = 0
         return _in_order(table)
 
     def _store(self) -> None:
-        """Write the rows that wait to a temporary file."""
+        """Write the buffered rows to a temporary file."""
         with temporary_room():
             file = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
             self._files.append(file)

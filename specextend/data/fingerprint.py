@@ -1,6 +1,4 @@
-"""The manifest of a run, which describes what it is made of, and the provenance that its files
-hold.
-"""
+"""The manifest of a run, and the provenance stored in its files."""
 
 import hashlib
 import json
@@ -30,11 +28,9 @@ _FREE = (
     "decoding.cache_gib",
     "attention.backend",
 )
-"""Options that may change from one start to the next: the places of files, the order and the
-machines in which documents are done, and what reports show.
-"""
+"""Options that do not affect output rows: places, machines, order of work, reports."""
 _HASHED = ("target.model", "target.adapter", "draft.model")
-"""Options that name weights; the manifest holds the hashes of the weights instead."""
+"""Options that name weights. The manifest has their hashes instead."""
 _PASSED_OVER = (
     "input.filter",
     "input.sample",
@@ -44,9 +40,7 @@ _PASSED_OVER = (
     "input.gold",
     f"prompt.template_options.{CLOCK}",
 )
-"""Options that only say which rows a run makes and what is copied beside them, and the time that
-prompts name.
-"""
+"""Options that choose rows or copied columns, and the time in prompts."""
 
 
 def build_manifest(
@@ -55,15 +49,18 @@ def build_manifest(
     hashes: Mapping[str, str],
     models: Mapping[str, Mapping[str, str | None]] | None = None,
 ) -> Values:
-    """Build a manifest: `{"version", "fingerprint", "identity": {"files", "hashes", "config"},
-    "config", "models"}`.
+    """Build the manifest of a run.
 
-    config: the whole configuration as nested JSON values (`RunConfig.model_dump(mode="json")`);
-    what may change without making it another run is left out of `identity`. hashes: of target and
-    draft weights and tokenizer, by name (`target`, `draft`, `tokenizer`). models: how target and
-    draft were named, and the commits that they are. `modified_ns` is added for the files' times; if
-    the run is about some rows only, `identity` has a `selection` that says which, and `selection`
-    says what became of the others.
+    Args:
+        source: Input of the run.
+        config: Configuration as JSON values (`RunConfig.model_dump(mode="json")`).
+        hashes: Hashes of weights and tokenizer by name (`target`, `draft`, `tokenizer`).
+        models: Requested names and resolved commits of target and draft.
+
+    Returns:
+        The keys `version`, `fingerprint`, `identity` (`files`, `hashes`, the options that affect
+        rows, `selection`), `config`, `models`, `modified_ns` of the files, and `selection` with the
+        number of rows by outcome.
     """
     files = {file.relative_path: file.facts for file in source.files}
     free = tuple(f"{name}." for name in _FREE + _HASHED)
@@ -89,7 +86,7 @@ def build_manifest(
 
 
 def rows_digest(names: Iterable[str], rows: Iterable[Ints]) -> str:
-    """Compute the SHA-256 of the rows that a run is about. rows: of each file."""
+    """Return the SHA-256 of the chosen rows of each file."""
     digest = hashlib.sha256()
     for name, each in zip(names, rows, strict=True):
         digest.update(f"{name}\0{len(each)}\0".encode() + each.astype("<i8").tobytes())
@@ -97,7 +94,7 @@ def rows_digest(names: Iterable[str], rows: Iterable[Ints]) -> str:
 
 
 def fingerprint(identity: ReadOnly) -> str:
-    """Compute the SHA-256 of the canonical JSON: keys sorted, no spaces, no NaN."""
+    """Return the SHA-256 of canonical JSON: sorted keys, no spaces, no NaN."""
     text = json.dumps(
         identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
     )
@@ -105,9 +102,7 @@ def fingerprint(identity: ReadOnly) -> str:
 
 
 def output_columns(output: Location) -> TextColumns:
-    """Return the columns with a run's texts, and their schemas. Raises ValueError for a bad
-    manifest.
-    """
+    """Return the text columns of a run. Raises ValueError for a bad manifest."""
     return text_columns((read_manifest(output) or {"config": {}})["config"])
 
 
@@ -120,8 +115,9 @@ def check_one_task(manifest: ReadOnly | None, what: str) -> None:
 def read_manifest(output: Location) -> Values | None:
     """Read the manifest of an output folder; None if there is none.
 
-    Raises ValueError, in one line, if it is damaged or of another version, and OSError if it is out
-    of reach.
+    Raises:
+        ValueError: It is damaged or of another version.
+        OSError: It is out of reach.
     """
     location = manifest_file(output)
     try:
@@ -150,7 +146,7 @@ def _checked_manifest(content: bytes) -> Values:
 
 
 def num_input_rows(manifest: ReadOnly) -> int:
-    """Return how many rows of the input the run is about."""
+    """Return the number of input rows of a run."""
     identity = manifest["identity"]
     if "selection" in identity:
         return int(identity["selection"]["rows"])
@@ -158,11 +154,11 @@ def num_input_rows(manifest: ReadOnly) -> int:
 
 
 ABOUT_INPUT = ("input file ", "selected rows: ")
-"""What the lines of `differences` about the input begin with."""
+"""Prefixes of the lines of `differences` about the input."""
 
 
 def write_manifest(output: Location, manifest: ReadOnly) -> None:
-    """Write the manifest of a run that has none yet, which its lock keeps so."""
+    """Write the manifest of a new run. The lock prevents a second one."""
     content = json.dumps(manifest, indent=2, sort_keys=True) + "\n"
     write_bytes(manifest_file(output), content.encode())
 
@@ -171,11 +167,10 @@ _SCHEMA = "output.schema"
 
 
 def differences(recorded: ReadOnly, current: ReadOnly) -> list[str]:
-    """Return one line for each value in which two manifests' identities differ; none if they are of
-    the same run.
+    """Compare two manifests; return a line per difference, none for the same run.
 
-    A line names the value, what the output folder has, and what this run has; of two schemas it
-    names what differs in them, unless that is the order of their fields.
+    A line has the name and both values. Schemas are compared field by field, unless only their
+    order differs.
     """
     before = dict(_flat_identity(recorded))
     after = dict(_flat_identity(current))
@@ -194,9 +189,7 @@ def differences(recorded: ReadOnly, current: ReadOnly) -> list[str]:
 
 
 def other_configuration(recorded: ReadOnly, current: ReadOnly) -> list[str]:
-    """Return the lines of `differences` for models and options that let two runs make different
-    rows of a document.
-    """
+    """Return the differences in models and options that affect the rows of a document."""
     without_input = (
         {"identity": each["identity"] | {"files": {}, "selection": None}}
         for each in (recorded, current)
@@ -207,9 +200,7 @@ def other_configuration(recorded: ReadOnly, current: ReadOnly) -> list[str]:
 
 
 def flattened(values: ReadOnly, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Flatten nested sections to pairs of a dotted name and a value; a backslash stands before the
-    dots of a name.
-    """
+    """Flatten nested sections to pairs of dotted name and value. Dots in names are escaped."""
     for name, value in values.items():
         place = prefix + name.replace(".", "\\.")
         if isinstance(value, Mapping) and (value or not prefix):
@@ -243,16 +234,15 @@ def _say(values: ReadOnly, name: str) -> str:
 
 
 PROVENANCE = b"specextend"
-"""Key of the provenance in a file's metadata; the value is JSON."""
+"""Metadata key of the provenance, which is JSON."""
 
 
 def provenance(manifest: ReadOnly | None, starts: Iterable[Start], run_ids: Iterable[str]) -> bytes:
-    """Encode where rows come from, as JSON: `{"fingerprint", "models", "starts"}`; what is not
-    known is null.
+    """Encode the origin of rows as JSON; unknown values are null.
 
-    models: by name, what was asked for, its commit, and the hash of its files. starts: those of
-    `run_ids`, each with the versions of the libraries, the git commit of the code, and the kernels
-    that its workers tried.
+    Returns:
+        `{"fingerprint", "models", "starts"}`, with versions, git commit and kernels of each start
+        in `run_ids`.
     """
     known = {start.run_id: start for start in starts}
     names = ("run_id", "begin", "versions", "git_commit")
@@ -270,9 +260,7 @@ def provenance(manifest: ReadOnly | None, starts: Iterable[Start], run_ids: Iter
 
 
 def tried_kernels(starts: Iterable[Start]) -> list[Values]:
-    """Sum up the kernels that workers tried: `name`, `taken`, `why` as the first of them said, and
-    `workers`.
-    """
+    """Count workers by kernel: `name`, `taken`, `why` of the first, and `workers`."""
     found: dict[tuple[str, bool], Values] = {}
     for kernel in (
         each for start in starts for worker in start.workers or () for each in worker.kernels
@@ -283,9 +271,7 @@ def tried_kernels(starts: Iterable[Start]) -> list[Values]:
 
 
 def models_of(manifest: ReadOnly) -> Values:
-    """Describe the models of a run by name: what was asked for, its commit, and the hash of its
-    files.
-    """
+    """Return request, commit and hash of each model by name."""
     asked = manifest.get("models") or {}
     hashes = manifest["identity"]["hashes"]
     return {

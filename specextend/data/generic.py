@@ -1,7 +1,7 @@
-"""Texts that fit any document of a run: few of their words are rare in it and in their document.
+"""Find generic answers, which would fit any document of a run.
 
-A worker stores the content words of each answer with its row (`answer_words`). Which answers are
-generic is known when all rows are read together (`RunWords`).
+Few of their words are both rare in the run and present in the document. Workers store the content
+words of each answer (`answer_words`); `RunWords` compares them at the end.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,24 +13,22 @@ from specextend.data.database import Database
 from specextend.data.schema import COMMIT_SCHEMA, WORDS
 
 GENERIC = "generic"
-"""The quality flag."""
+"""Quality flag of generic answers."""
 LEAST_ANSWERS = 5
-"""Answers of a task with fewer of which none is flagged."""
+"""Fewest answers of a task for the flag."""
 MOST_OTHERS = 0.1
-"""Share of the task's other answers in which a rare word may be."""
+"""Largest share of other answers with a rare word."""
 LEAST_RARE = 0.15
-"""Share of an answer's distinct content words that are rare and in its document, below which it is
-flagged.
-"""
+"""Share of rare words from the document, below which an answer is generic."""
 LEAST_HELD = 0.5
-"""Share of the content words of all answers that are in their documents, below which none is
-flagged: labels and translations use other words than their documents.
+"""Share of all content words found in their documents, below which a task has no flags. Labels and
+translations differ from their documents.
 """
 WORD_COLUMNS = ("file", "row", "doc_id", "words", "tasks")
-"""Columns of results that `RunWords` needs."""
+"""Columns of results for `RunWords`."""
 _WORDS_OF_TASKS = pa.list_(pa.struct([("name", "string"), ("words", WORDS)]))
 _MOST_WAITING = 4 << 20
-"""Bytes of words that wait until they are inserted."""
+"""Bytes of words per insert."""
 _TABLE = """
     CREATE TABLE answers
         (file INT, "row" BIGINT, doc_id TEXT, task TEXT, held TEXT[], other TEXT[])
@@ -68,7 +66,7 @@ _FLAGGED = f"""
 
 
 class RunWords:
-    """The content words of a run's answers, in a database in bounded memory."""
+    """Content words of all answers of a run, in bounded memory."""
 
     def __init__(self) -> None:
         self._database = Database()
@@ -77,7 +75,7 @@ class RunWords:
         self._num_bytes = 0
 
     def add(self, results: pa.Table) -> None:
-        """Add results as `read_results` yields them, with the WORD_COLUMNS."""
+        """Add results with the WORD_COLUMNS."""
         names = [name for name in WORD_COLUMNS if name != "tasks"]
         tasks = results["tasks"].cast(_WORDS_OF_TASKS)
         self._waiting.append(results.select(names).append_column("tasks", tasks))
@@ -86,8 +84,9 @@ class RunWords:
             self._insert()
 
     def flagged(self) -> Iterator[Values]:
-        """Yield `file`, `row` and `doc_id` of each document with a generic answer, in no particular
-        order, and in `tasks` the names of the tasks; "" is the only one.
+        """Yield `file`, `row`, `doc_id` and `tasks` of each document with a generic answer.
+
+        Without several tasks, `tasks` is `[""]`.
         """
         self._insert()
         return self._database.stream(_FLAGGED)
@@ -104,7 +103,7 @@ def with_flags(results: pa.Table, flagged: Mapping[int, Sequence[str]]) -> pa.Ta
 
     Args:
         results: Rows with the columns of COMMIT_SCHEMA.
-        flagged: Tasks with a generic answer by the number of the row.
+        flagged: Tasks with a generic answer, by row number.
     """
     rows = results["row"].to_pylist()
     if flagged.keys().isdisjoint(rows):

@@ -1,6 +1,4 @@
-"""The options of the input and output, the errors of input files and documents, and what is known
-of a file.
-"""
+"""Options of input and output, errors about input files and documents, facts about a file."""
 
 import re
 from dataclasses import dataclass, field, fields
@@ -12,44 +10,38 @@ from specextend.data.database import filter_columns
 from specextend.data.storage import NO_CREDENTIALS, holds_secret
 
 MOST_AHEAD_BYTES = 256 << 20
-"""Memory of the input files that are read at once, or wait to be taken."""
+"""Memory for input files that are read ahead."""
 _SMALL_BYTES = 16 << 20
 MOST_TOKENS = 1 << 40
-"""More than any document has; an unsigned column may hold what overflows our sums."""
+"""More tokens than any document has. Larger values could overflow sums."""
 
 
 _NOT_SUPPORTED = ("not supported", "Unsupported", "not implemented", "Not yet implemented")
-"""Parts of pyarrow's messages about compressions, encodings and types that it cannot decode."""
+"""Parts of pyarrow's messages about features it cannot decode."""
 
 
 class InputError(ValueError):
-    """The whole input is unusable: exit 2. The message is one printable line that says what to
-    do.
-    """
+    """The whole input is unusable (exit 2). The message is one printable line with advice."""
 
     def __init__(self, message: str):
         super().__init__(printable(message))
 
 
 class InputChangedError(InputError):
-    """A file has changed since the run began, so the remaining documents cannot be read from it."""
+    """A file changed after the run began."""
 
 
 class InputUnreachableError(InputError):
-    """The store that holds a file does not answer, so nothing is known about the file itself."""
+    """The store or system denies access now; the file itself may be fine."""
 
 
 def unreachable(file: str, error: Exception) -> InputUnreachableError:
-    """Return the error for a file whose store does not answer, or whose system does not let it be
-    read now.
-    """
+    """Return the error for a file that cannot be accessed now."""
     return InputUnreachableError(f"{file} cannot be reached ({one_line(error)}); run again")
 
 
 def unreadable(file: str, error: Exception) -> InputError:
-    """Return the error for a file that is not Parquet, is damaged, or uses what pyarrow cannot
-    decode.
-    """
+    """Return the error for a file that is damaged, unsupported or not Parquet."""
     if any(word in str(error) for word in _NOT_SUPPORTED):
         return InputError(
             f"{file} uses what pyarrow cannot decode ({one_line(error)}); it is not damaged: write "
@@ -66,13 +58,13 @@ def unreadable(file: str, error: Exception) -> InputError:
 
 @dataclass(eq=False)
 class DocumentError(Exception):
-    """One document cannot be processed: it becomes a row in `errors/` and the job goes on. Can be
-    pickled.
+    """A document cannot be processed. It becomes a row in `errors/`, and the job goes on.
 
-    error_class: `NullText`, `BadId`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`,
-    `BadOptions` (stage `read`), `BadInstruction` (`read` or `prompt`), `PromptTooLong` (`prompt`),
-    `IncompleteAnswer` (`decode`), or the class of what failed in the engine. doc_id,
-    content_sha256: set by `RowReader.read`; not known when raised by `Prompts.render`.
+    Attributes:
+        error_class: `NullText`, `BadId`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`,
+            `BadOptions`, `BadInstruction`, `PromptTooLong`, `IncompleteAnswer`, or the class of an
+            engine failure.
+        doc_id: Set by `RowReader.read`, like `content_sha256`.
     """
 
     error_class: str
@@ -82,12 +74,12 @@ class DocumentError(Exception):
     doc_id: str = ""
     content_sha256: str | None = None
     summary: str | None = None
-    """What was written, of an answer that broke off (`IncompleteAnswer`)."""
+    """Text of an unfinished answer (`IncompleteAnswer`)."""
     tasks: list[Values] | None = None
-    """What the other tasks of a run with several have answered."""
+    """Answers of the run's other tasks."""
 
     def __post_init__(self) -> None:
-        super().__init__(self.error_class, self.message)  # with which a pickle makes it anew
+        super().__init__(self.error_class, self.message)  # for pickle
 
     def __str__(self) -> str:
         return f"{self.error_class}: {self.message}"
@@ -95,52 +87,57 @@ class DocumentError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions:
-    """`input.*`: Where the documents are, and what their columns mean."""
+    """`input.*`: Where the documents are, and how to read their columns."""
 
     path: str
     """A Parquet file, a folder (searched recursively) or a glob; a local path or a URI. The path of
-    a URI is taken as it is written (`s3://bucket/a b#1`); only a `file://` URI is
-    percent-encoded.
+    a URI is taken literally (`s3://bucket/a b#1`); only `file://` URIs are percent-encoded.
     """
     text_column: str = "text"
-    """The string column with the documents."""
+    """String column with the documents."""
     id_column: str | None = None
-    """A string, integer or UUID column with unique ids; without it the id is that of a data set of
-    `specextend prepare`, or else `<path relative to the input>:<row in file>`."""
+    """String, integer or UUID column with unique ids. Default: the ids of a data set of `specextend
+    prepare`, otherwise `<path relative to the input>:<row in file>`.
+    """
     on_bad_id: Literal["refuse", "error"] = "refuse"
-    """Where ids are null or repeated: `refuse` the input, or make each such row an `error` row, of
-    equal ids all but the first in input order."""
+    """For null or repeated ids, `refuse` the input, or turn such rows into `error` rows. The first
+    row of equal ids is kept.
+    """
     passthrough: tuple[str, ...] = ()
-    """Columns of any type that are copied to the results; a file may lack them. Folders such as
-    `year=2026` make a column, too."""
+    """Columns of any type to copy to the results. A file may lack them. Folders such as `year=2026`
+    count as columns.
+    """
     reference_column: str | None = None
-    """A string column with summaries to compare with; where it is not null, ROUGE is computed."""
+    """String column with reference summaries; ROUGE is computed where it is not null."""
     gold: dict[str, str] = field(default_factory=dict)
-    """Columns with the right answers, by the field of the answer: `{kind: kind_by_hand}`. They are
-    passed through, and reports say how good the answers are."""
+    """Columns with correct answers by field, such as `{kind: kind_by_hand}`. They are passed
+    through, and reports measure the answers against them.
+    """
     instruction_column: str | None = None
-    """A string column that takes the place of `prompt.instruction` where it is neither null nor
-    blank. It is no template, but may have one `{{ document }}`.
+    """String column that replaces `prompt.instruction` where neither null nor blank. It is not a
+    template, but may contain one `{{ document }}`.
     """
     options_column: str | None = None
-    """A struct column whose fields, where not null, take the place of `decoding.*` for the row:
-    `max_new_tokens`, `temperature`, `top_p`, `top_k`, `seed`, `stop` (a list of strings); or an
-    integer column, which is `max_new_tokens` alone."""
+    """Struct column with values that replace `decoding.*` for the row: `max_new_tokens`,
+    `temperature`, `top_p`, `top_k`, `seed`, `stop` (a list of strings). An integer column means
+    `max_new_tokens`.
+    """
     filter: str | None = None
-    """Only the rows that match a condition of SQL, such as `lang = 'en' AND pages > 2`."""
+    """SQL condition for the rows to process, such as `lang = 'en' AND pages > 2`."""
     sample: float | int | None = None
-    """Only a random part of the rows: a fraction (`0.01`) or a number (`500`). Each row's id
-    decides, so the same documents are drawn from a larger input."""
+    """Random sample of the rows: a fraction (`0.01`) or a number (`500`). The id of a row decides,
+    so a larger input yields the same documents.
+    """
     except_done_in: tuple[str, ...] = ()
-    """Output folders of earlier runs, or globs of them: rows that are done there and have not
-    changed are left out.
+    """Output folders of earlier runs, or globs of them. Rows done there are skipped unless they
+    have changed.
     """
     redo_in: str | None = None
-    """The output folder of a run, for `redo`. `--redo` sets both."""
+    """Output folder of the run for `redo`. `--redo` sets both."""
     redo: str | None = None
-    """Only the rows whose newest result in `redo_in` meets a condition of SQL."""
+    """SQL condition on the newest results in `redo_in` for the rows to process."""
     limit: int | None = None
-    """At most so many rows, the first ones in input order; applied last."""
+    """Maximum number of rows, in input order; applied last."""
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -179,19 +176,19 @@ class InputOptions:
 
     @property
     def depends_on_runs(self) -> bool:
-        """Return True if the rows that are wanted depend on what other runs have done."""
+        """True if the chosen rows depend on other runs."""
         return bool(self.except_done_in) or self.redo is not None
 
     @property
     def selects(self) -> bool:
-        """Return True if only some rows of the input may be wanted."""
+        """True if rows may be left out."""
         return self.depends_on_runs or any(
             each is not None for each in (self.filter, self.sample, self.limit)
         )
 
     @property
     def has_limits(self) -> bool:
-        """Return True if rows may have limits of their outputs themselves."""
+        """True if rows may have individual output limits."""
         return self.options_column is not None
 
     @property
@@ -201,7 +198,7 @@ class InputOptions:
 
     @property
     def filter_columns(self) -> tuple[str, ...]:
-        """Return the columns that the filter reads."""
+        """Columns of the filter."""
         return () if self.filter is None else filter_columns(self.filter)
 
 
@@ -210,27 +207,30 @@ class OutputOptions:
     """`output.*`: Where the results go."""
 
     path: str
-    """The folder of the run, a local path or a URI; created if it does not exist."""
+    """Folder of the run, a local path or a URI; created if missing."""
     column: str = "summary"
-    """The column with the texts that the model wrote."""
+    """Column for the texts written by the model."""
     schema: str | Values | None = None
-    """Answers are JSON objects, each field a column: the name of a JSON Schema file, the schema,
-    or names with types, such as `{agency: string, sum: number, topics: [string], kind: audit |
-    budget, date: "string?"}`. One of values alone is scored."""
+    """Answers are JSON objects with a column per field. Give the name of a JSON Schema file, the
+    schema, or names with types: `{agency: string, sum: number, topics: [string], kind: audit |
+    budget, date: "string?"}`. A schema with nothing but values is scored.
+    """
     sources: bool = False
-    """Find in its document what was written: each string of an answer, choices excepted (column
-    `evidence`), or the passages that each sentence of a text rests on (column `sources`)."""
+    """Find the strings of an answer, except choices, in the document (column `evidence`), or the
+    source passages of each sentence of a text (column `sources`).
+    """
     figures: bool = False
-    """Find in its document each number, sum of money, percentage, date and year that was written
-    (column `figures`, flag `figure_not_found`)."""
+    """Find each number, sum of money, percentage, date and year of the answer in the document
+    (column `figures`, flag `figure_not_found`).
+    """
     confidence: bool = False
-    """Say how sure the target was (column `confidence`): of each field, or of a text and of its
-    least certain sentence; and score fields of known values that stand beside others
-    (`choices`)."""
+    """Report how sure the target was (column `confidence`), per field, or for a text and its least
+    certain sentence. Fields with fixed values beside other fields are scored (`choices`).
+    """
     rules: dict[str, str] = field(default_factory=dict)
-    """Conditions of SQL by name, such as `{short: "length(summary) < 900"}`, over the answer's
-    columns, `quality_flags` and `input.passthrough`. A text that does not meet one has the flag
-    `rule:NAME`."""
+    """SQL conditions by name, such as `{short: "length(summary) < 900"}`, over the answer's
+    columns, `quality_flags` and `input.passthrough`. Texts that fail get the flag `rule:NAME`.
+    """
 
     def __post_init__(self) -> None:
         for name, condition in self.rules.items():
@@ -250,26 +250,22 @@ class OutputOptions:
 
     @property
     def rule_columns(self) -> frozenset[str]:
-        """Return the columns that the rules read."""
+        """Columns of the rules."""
         return frozenset(name for each in self.rules.values() for name in filter_columns(each))
 
     @property
     def json_schema(self) -> str | None:
-        """Return the JSON Schema of `schema` as text."""
+        """JSON Schema of `schema` as text."""
         return None if self.schema is None else str(self.schema)
 
     @property
     def evidence_for(self) -> frozenset[str] | None:
-        """Return the fields whose strings are looked up in the document; None if that is not
-        wanted.
-        """
+        """Fields to find in the document; None if not wanted."""
         return free_fields(str(self.schema), "string") if self.sources and self.schema else None
 
     @property
     def figures_for(self) -> frozenset[str] | None:
-        """Return the fields whose figures are looked up, none for a text; None if that is not
-        wanted.
-        """
+        """Fields with figures to find, empty for a text; None if not wanted."""
         if not self.figures:
             return None
         kinds = ("string", "number", "integer")
@@ -278,40 +274,38 @@ class OutputOptions:
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One Parquet file of the input."""
+    """A Parquet file of the input."""
 
     number: int
     relative_path: str
-    """Path relative to the input's root, with `/`."""
+    """Path below the input's root, with `/`."""
     size: int
     """Size in bytes."""
     group_rows: tuple[int, ...]
-    """Number of rows in each row group."""
+    """Number of rows per row group."""
     largest_group_bytes: int
-    """Bytes that the columns of a document take when they are read from the largest row group."""
+    """Memory for the document columns of the largest row group."""
     footer_sha256: str
     modified_ns: int | None
-    """Time of the last write, in nanoseconds since the epoch, at this start; None if the store does
-    not report it.
-    """
+    """Modification time in nanoseconds since the epoch; None if the store does not report it."""
     compact: tuple[str, ...] = ()
     """Text columns that can be read as dictionaries."""
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows in all row groups."""
+        """Number of rows in the file."""
         return sum(self.group_rows)
 
     @property
     def facts(self) -> Values:
-        """Return what a manifest records of the file; two files with equal facts hold the same."""
+        """Facts for the manifest; files with equal facts have equal content."""
         return {"size": self.size, "rows": self.num_rows, "footer_sha256": self.footer_sha256}
 
     @property
     def is_small(self) -> bool:
-        """Return True if all documents may be in memory at once while other files are."""
+        """True if the whole file fits into memory beside others."""
         return self.largest_group_bytes * len(self.group_rows) <= _SMALL_BYTES
 
     def bytes_ahead(self) -> int:
-        """Return the most bytes that are in memory while the file is read beside others."""
+        """Return the memory needed while the file is read beside others."""
         return min(self.largest_group_bytes * len(self.group_rows), _SMALL_BYTES)

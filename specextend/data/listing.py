@@ -1,4 +1,4 @@
-"""The files of the input path, each of them once, and that the output is apart from them."""
+"""List the files of the input path once each, and keep the output apart from them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from specextend.data.run_folder import SUMMARIES, result_name
 from specextend.data.storage import Location, is_passing, is_uri, resolve
 
 PARQUET = (".parquet", ".pq", ".parq")
-"""Extensions of Parquet files in a folder, in upper or lower case."""
+"""Extensions of Parquet files in a folder, in any case."""
 _TABLES = {"_delta_log": "a Delta", ".hoodie": "a Hudi", "metadata": "an Iceberg"}
-"""Folders in which formats of tables keep which of their files count."""
+"""Folders with the logs of table formats, which say which files count."""
 _COPY = """duckdb -c "COPY (FROM %s_scan('{}')) TO 'documents.parquet' (ROW_GROUP_SIZE 2048)\""""
 _EXPORTS = {
     "a Delta": _COPY % "delta",
@@ -32,38 +32,39 @@ _EXPORTS = {
 }
 _ICEBERG = re.compile(r"(v\d+|\d+-[0-9a-f-]{36})(\.gz)?\.metadata\.json|version-hint\.text")
 _DENIED = re.compile("denied|forbidden|permission|authoriz", re.IGNORECASE)
-"""In messages of stores that do not let everybody see all."""
+"""Messages of stores about missing permissions."""
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".snappy", ".zip")
 _HIDDEN = ("_", ".")
-"""Beginnings of names that are passed over."""
+"""Prefixes of hidden names."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of an input path, in path order."""
+    """The files of an input path, sorted by path."""
 
     root: Location
-    """The folder, the glob before its first component with a wildcard, or the file's folder."""
+    """The folder, the fixed part of the glob, or the file's folder."""
     pattern: tuple[str, ...]
-    """The components of the file or of the glob below the root; empty for a folder."""
+    """Path components of the file or glob below the root; empty for a folder."""
     sizes: Mapping[str, int]
-    """Bytes of each file, by its path below the root."""
+    """Bytes of each file by path below the root."""
     skipped: Mapping[str, int] = field(default_factory=dict)
-    """Number of files in a folder that are not read, by extension; hidden files (`_`, `.`) are not
-    counted.
-    """
+    """Number of ignored files by extension, without hidden files."""
     num_repeated: int = 0
-    """Paths that symbolic links give to files which are in `sizes` already."""
+    """Number of symbolic links to files that are listed already."""
 
     @property
     def relative_paths(self) -> tuple[str, ...]:
-        """Return the paths below the root."""
+        """Paths below the root."""
         return tuple(self.sizes)
 
 
 def list_input(path: str) -> Listing:
-    """Find the files of `input.path`. Raises InputError if there are none, InputUnreachableError
-    without an answer.
+    """List the files of `input.path`.
+
+    Raises:
+        InputError: There are no files, or they belong to a table format.
+        InputUnreachableError: The store does not answer.
     """
     try:
         found = find(resolve(path), _HIDDEN)
@@ -115,19 +116,19 @@ def list_input(path: str) -> Listing:
 
 
 def describe_skipped(skipped: Mapping[str, int]) -> str:
-    """Describe how many files of a folder are not read, by extension."""
+    """Return ignored files as text: `2 .csv, 1 .txt`."""
     return ", ".join(f"{count:,} {ending}" for ending, count in sorted(skipped.items()))
 
 
 def _ending(name: str) -> str:
-    """Return a file's extension together with that of its compression: `.jsonl.gz`."""
+    """Return the extension of a file, with its compression: `.jsonl.gz`."""
     path = PurePosixPath(name)
     is_compressed = path.suffix.lower() in _COMPRESSED
     return "".join(path.suffixes[-1 - is_compressed :]) or "without an extension"
 
 
 class FoundFile(NamedTuple):
-    """A file below the folder that is searched."""
+    """A file below the searched folder."""
 
     relative_path: str
     size: int
@@ -139,11 +140,15 @@ class FoundFile(NamedTuple):
 def find(
     location: Location, hidden: tuple[str, ...]
 ) -> tuple[Location, tuple[str, ...], list[FoundFile], dict[str, str]] | None:
-    """Find a file, the files below a folder, or those that match a glob; None if nothing is there.
+    """Find a file, the files below a folder, or the matches of a glob.
 
-    hidden: beginnings of names that are not found in a folder. Returns the folder that is searched,
-    the components of the location below it, the files in path order, and the folders of tables
-    below it with their kinds.
+    Args:
+        location: Path of a file or folder, or a glob.
+        hidden: Prefixes of names to ignore in a folder.
+
+    Returns:
+        The searched folder, the path components below it, the files sorted by path, and the kinds
+        of table formats by folder. None if there is nothing.
     """
     info = location.info
     if info.is_file:
@@ -168,7 +173,7 @@ def find(
 
 
 def _tables(paths: Iterable[str]) -> dict[str, str]:
-    """Return the folders of tables of whose records some files are, each with its kind."""
+    """Return the kind of table format by folder, from the paths of log files."""
     found = {}
     for path in paths:
         *folders, name = path.split("/")
@@ -179,9 +184,7 @@ def _tables(paths: Iterable[str]) -> dict[str, str]:
 
 
 def _tables_above(root: Location, files: Iterable[FoundFile]) -> dict[str, str]:
-    """Return the tables in whose folders the root lies, or what links below it lead to, as far as
-    they may be seen.
-    """
+    """Return the tables that contain the root or a link target, as far as permissions allow."""
     inside = {root.path}
     if root.is_local:
         linked = (os.path.dirname(file.real_path) for file in files if file.is_linked)
@@ -201,18 +204,14 @@ def _tables_above(root: Location, files: Iterable[FoundFile]) -> dict[str, str]:
 
 
 def split_glob(location: Location) -> tuple[Location, tuple[str, ...]]:
-    """Return the folder before the first component with a wildcard, and the components from there:
-    none without one.
-    """
+    """Split a path before its first component with a wildcard."""
     parts = location.path.split("/")
     above = [*takewhile(lambda part: not set(part) & set("*?["), parts)]
     return Location(location.filesystem, "/".join(above) or "/"), tuple(parts[len(above) :])
 
 
 def each_once(files: Iterable[FoundFile]) -> list[FoundFile]:
-    """Return each real file once: by its own path, or else by the first path that a symbolic link
-    gives it.
-    """
+    """Keep each real file once, under its real path if listed, or else its first link."""
     once: dict[str, FoundFile] = {}
     for file in sorted(files, key=lambda file: (file.is_linked, file.relative_path)):
         once.setdefault(file.real_path, file)
@@ -220,10 +219,9 @@ def each_once(files: Iterable[FoundFile]) -> list[FoundFile]:
 
 
 def glob_matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
-    """Return True if path components match glob components.
+    """Match path components against glob components.
 
-    `**` stands for any number of components. A hidden name matches only a pattern that begins with
-    `_` or `.` too.
+    `**` matches any number of components. Hidden names need a pattern with the same prefix.
     """
     if not pattern:
         return not parts
@@ -237,9 +235,7 @@ def glob_matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
 
 
 def check_apart(listing: Listing, output: str) -> Location:
-    """Return the output folder. Raises InputError if a file of the run would be input, or an input
-    file is in it.
-    """
+    """Return the output folder. Raises InputError if input and output overlap."""
     try:
         folder = resolve(output)
     except ValueError as error:
@@ -268,7 +264,7 @@ def check_apart(listing: Listing, output: str) -> Location:
 
 
 def _real_parts(location: Location) -> tuple[str, ...]:
-    """Return the path's components, with symbolic links resolved on a local file system."""
+    """Return the path components, with local symbolic links resolved."""
     path = os.path.realpath(location.path) if location.is_local else location.path
     return tuple(part for part in path.split("/") if part)
 
@@ -276,7 +272,7 @@ def _real_parts(location: Location) -> tuple[str, ...]:
 def _files_below(
     folder: Location, hidden: tuple[str, ...] = (), *, recursive: bool = True
 ) -> list[FoundFile]:
-    """List a folder's files, in path order. hidden: of local ones; signs of tables are not."""
+    """List a folder, sorted by path, ignoring local names with a `hidden` prefix."""
     if folder.is_local:
         real = os.path.realpath(folder.path)
         files = _local_files(folder.path, "", (real,), recursive, hidden)
@@ -300,8 +296,9 @@ def _local_files(
     recursive: bool,
     hidden: tuple[str, ...],
 ) -> Iterator[FoundFile]:
-    """Yield a local folder's files. real: its real path behind those of the folders above, into
-    which no link leads.
+    """Yield the files of a local folder.
+
+    Links into a folder of `real`, the chain of real parent paths, are not followed.
     """
     if not os.path.isdir(folder):
         return
@@ -317,7 +314,7 @@ def _local_files(
             stat = entry.stat()
             is_linked = real_path != os.path.join(real[0], name)
             yield FoundFile(name, stat.st_size, stat.st_mtime_ns, real_path, is_linked)
-        # whoever reads it learns that it is out of reach
+        # Reading a dangling link reports it as out of reach.
         elif is_link and not os.path.exists(entry.path):
             yield FoundFile(name, 0, 0, real_path, is_linked=True)
         elif recursive and entry.is_dir() and real_path not in real:
@@ -325,5 +322,5 @@ def _local_files(
 
 
 def is_hidden(path: str, beginnings: tuple[str, ...]) -> bool:
-    """Return True if a name of a path begins so."""
+    """Return True if any path component has one of the prefixes."""
     return any(name.startswith(beginnings) for name in path.split("/"))

@@ -1,4 +1,4 @@
-"""Reading Parquet files in bounded memory, and writing them with checksums."""
+"""Read Parquet files in bounded memory, and write them with checksums."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,30 +14,28 @@ from specextend.data.storage import Location, Value, is_away, out_of_reach, read
 
 Ints = NDArray[np.int64]
 BATCH_BYTES = 16 << 20
-"""Bytes of text that are read at a time."""
+"""Bytes of text per table."""
 _MAX_BATCH_ROWS = 256
 CHECKED = {"page_checksum_verification": True}
-"""For each reader of a file: pages that have a checksum are held against it."""
+"""Options of every reader: verify page checksums where present."""
 SEALED = {"compression": "zstd", "write_page_checksum": True}
-"""For each writer of a file."""
+"""Options of every writer."""
 _COMPACT = {"PLAIN", "PLAIN_DICTIONARY", "RLE", "RLE_DICTIONARY", "BIT_PACKED"}
-"""Encodings of text that pyarrow can read as a dictionary."""
+"""Text encodings that pyarrow can read as a dictionary."""
 DAMAGED = (OSError, pa.ArrowException, UnicodeDecodeError)
-"""Errors of reading a file that is not Parquet, is damaged, or has columns whose names are not
-UTF-8.
-"""
+"""Errors of files that are damaged, not Parquet, or have column names in another encoding."""
 _HASH_BYTES = 64
-"""Bytes of a fixed size up to which they are an id, not text."""
+"""Largest fixed-size binary value that counts as a hash, not as text."""
 _GROUP_ROWS = 4096
-"""Rows of a row group that is written, unless they are many bytes."""
+"""Rows of a written row group, unless they are large."""
 
 
 Damaged = Callable[[Exception], Exception]
-"""Makes the error for a file that is damaged from the one that reading it has raised."""
+"""Converts a read error into the error for a damaged file."""
 
 
 def damaged_as(kind: type[Exception], location: Location, way_out: str) -> Damaged:
-    """Return what makes an error of one line. way_out: what to do then."""
+    """Return a converter to a one-line error that ends with `way_out`."""
     return lambda error: kind(f"{location.path} is damaged ({one_line(error)}); {way_out}")
 
 
@@ -47,11 +45,17 @@ def read_file(
     damaged: Damaged,
     num_bytes: int | None = None,
 ) -> Value:
-    """Return what `read` makes of a file; what does not parse is read once more, against the size
-    in the listing.
+    """Return the result of `read`. A file that does not parse is read twice.
 
-    Raises OSError if the file is out of reach, and only what `damaged` returns if it is there and
-    does not parse.
+    Args:
+        location: The file.
+        read: Reads the open file.
+        damaged: Makes the error for a damaged file.
+        num_bytes: Size of the file in the listing.
+
+    Raises:
+        OSError: The file is out of reach.
+        Exception: The error made by `damaged`.
     """
     try:
         with location.filesystem.open_input_file(location.path) as file:
@@ -74,10 +78,10 @@ def read_stream(
     num_bytes: int | None = None,
     compact: Sequence[str] = (),
 ) -> Iterator[pa.Table]:
-    """Yield the tables that `read` makes of a file of any size. Raises as `read_file` does.
+    """Yield tables from a file of any size. Arguments and errors are as for `read_file`.
 
-    What was yielded cannot be taken back: a file that can be read to its end by now was out of
-    reach for a moment. compact: as for `open_parquet`.
+    Tables cannot be taken back after an error. If a second reading succeeds, the file was briefly
+    out of reach.
     """
     try:
         with open_parquet(location, compact) as parquet:
@@ -94,14 +98,14 @@ def read_stream(
 
 
 def write_table(location: Location, table: pa.Table) -> None:
-    """Write a small table as a Parquet file, whole or not at all."""
+    """Write a small table atomically."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, **SEALED)
     write_bytes(location, sink.getvalue())
 
 
 def as_stored(schema: pa.Schema) -> pa.Schema:
-    """Return what a schema is once it has been written: Parquet has no seconds, for example."""
+    """Return `schema` as read back from Parquet, which has no seconds, for example."""
     sink = pa.BufferOutputStream()
     pq.write_table(schema.empty_table(), sink)
     return pq.read_schema(pa.BufferReader(sink.getvalue()))
@@ -110,11 +114,12 @@ def as_stored(schema: pa.Schema) -> pa.Schema:
 def open_parquet(
     source: Location | pa.NativeFile, compact: Sequence[str] = (), int96_unit: str = "us"
 ) -> pq.ParquetFile:
-    """Open a file for streaming: pages are read when they are needed.
+    """Open a file for streaming.
 
-    compact: text columns to read as dictionaries, in which a value that is stored once is held
-    once. Times of 96 bits come in microseconds: the years 1678 to 2262, which nanoseconds have room
-    for, lack the 9999 of many tables.
+    Args:
+        source: Location, or an open file.
+        compact: Text columns to read as dictionaries, which hold repeated values once.
+        int96_unit: Unit of INT96 times. Nanoseconds cover only the years 1678 to 2262.
     """
     is_place = isinstance(source, Location)
     return pq.ParquetFile(
@@ -129,8 +134,8 @@ def open_parquet(
 
 
 def leaves(parquet: pq.ParquetFile, columns: Iterable[str]) -> list[int]:
-    """Return the numbers of the stored columns that some columns of the table are made of."""
-    # a leaf is a column, or inside one; both may have dots
+    """Return the indices of the stored columns that make up `columns`."""
+    # Names of columns and leaves may contain dots.
     begins = tuple(f"{column}." for column in columns)
     return [
         i
@@ -140,11 +145,7 @@ def leaves(parquet: pq.ParquetFile, columns: Iterable[str]) -> list[int]:
 
 
 def compact_columns(parquet: pq.ParquetFile, columns: list[str]) -> set[str]:
-    """Read a row of each row group; return the text columns that can be read as dictionaries in all
-    of them.
-
-    Raises what reading raises.
-    """
+    """Return the text columns readable as dictionaries; reads a row per row group."""
     texts = (field for field in parquet.schema_arrow if is_text(field.type))
     found = {field.name for field in texts if not pa.types.is_dictionary(field.type)} & {*columns}
     for number in range(parquet.metadata.num_row_groups):
@@ -157,9 +158,9 @@ def compact_columns(parquet: pq.ParquetFile, columns: list[str]) -> set[str]:
 
 
 def has_exact_int96(parquet: pq.ParquetFile, file: pa.NativeFile, columns: Sequence[str]) -> bool:
-    """Return False if a time of 96 bits is no whole number of microseconds. file: what it reads.
+    """Return False if an INT96 time has a fraction of a microsecond.
 
-    Where nanoseconds overflow they do so modulo 2^64, as the multiplication does here.
+    Nanoseconds overflow modulo 2^64, as the multiplication does.
     """
     if not any(parquet.schema.column(i).physical_type == "INT96" for i in leaves(parquet, columns)):
         return True
@@ -180,9 +181,7 @@ def _leaves_of(table: pa.Table) -> list[pa.Array]:
 
 
 def plain_leaves(values: pa.Array) -> list[pa.Array]:
-    """Return the values of an array, or of all that a nested one is made of, without
-    dictionaries.
-    """
+    """Return the flat arrays of a nested array, with dictionaries decoded."""
     kind = values.type
     if pa.types.is_dictionary(kind):
         return [values.dictionary_decode()]
@@ -196,9 +195,9 @@ def plain_leaves(values: pa.Array) -> list[pa.Array]:
 
 
 def stream(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.Table]:
-    """Yield tables of at most about 16 MiB and 256 rows, in row order; none spans two row groups.
+    """Yield tables of at most about 16 MiB and 256 rows, none from two row groups.
 
-    Bytes are counted as if text were written out, not held in a dictionary.
+    Text in dictionaries counts as if decoded.
     """
     for group in range(parquet.metadata.num_row_groups):
         stored_bytes = max(1, _stored_bytes(parquet, group, columns))
@@ -208,9 +207,7 @@ def stream(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.Table]:
 
 
 def rows_where(table: pa.Table, mask: NDArray[np.bool_]) -> pa.Table:
-    """Select rows of a table as slices of it: Arrow's own filter does not know every type, such as
-    string views.
-    """
+    """Select rows as slices: Arrow's filter lacks some types, such as string views."""
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
     return pa.concat_tables(
         [table.slice(0, 0), *(table.slice(begin, end - begin) for begin, end in edges.tolist())]
@@ -218,7 +215,7 @@ def rows_where(table: pa.Table, mask: NDArray[np.bool_]) -> pa.Table:
 
 
 def fitted(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the columns of a schema with its types; null where a table lacks one."""
+    """Cast a table to a schema; missing columns are null."""
     columns = [
         table[field.name].cast(field.type)
         if field.name in table.column_names
@@ -229,7 +226,7 @@ def fitted(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def halved(table: pa.Table, most_bytes: int) -> Iterator[pa.Table]:
-    """Yield slices of at most `most_bytes`, or of one row."""
+    """Yield slices of at most `most_bytes`, or of a single row."""
     if len(table) <= 1 or sum(map(_plain_bytes, table.columns)) <= most_bytes:
         yield table
         return
@@ -239,7 +236,7 @@ def halved(table: pa.Table, most_bytes: int) -> Iterator[pa.Table]:
 
 
 def _plain_bytes(values: pa.ChunkedArray) -> int:
-    """Count the bytes of a column as if text in a dictionary were written out."""
+    """Return the size of a column with its dictionaries decoded."""
     if not pa.types.is_dictionary(values.type) or not is_text(values.type):
         return int(values.nbytes)
     lengths = (pc.binary_length(chunk.dictionary).take(chunk.indices) for chunk in values.chunks)
@@ -254,11 +251,7 @@ def _batches(
 
 
 def largest_group_bytes(parquet: pq.ParquetFile, columns: list[str]) -> int:
-    """Return the bytes that some columns of the largest row group take when they are read, with
-    text compact.
-
-    The footer contains them. Raises what reading raises.
-    """
+    """Return the memory needed to read `columns` of the largest row group, with compact text."""
     return max(
         (
             _stored_bytes(parquet, number, columns)
@@ -270,26 +263,21 @@ def largest_group_bytes(parquet: pq.ParquetFile, columns: list[str]) -> int:
 
 
 def _stored_bytes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> int:
-    """Return the uncompressed bytes of some columns of a row group, or of all columns if those are
-    few bytes.
-
-    Raises what reading raises.
-    """
+    """Return the uncompressed size of `columns` in a row group, or of the whole group if small."""
     group = parquet.metadata.row_group(number)
     if group.total_byte_size <= BATCH_BYTES:
         return max(0, group.total_byte_size)
-    # pyarrow ends the process when it is asked about a column whose entry in the footer is damaged,
-    # but raises when it reads such a column. So it is asked only after it has read a row.
+    # For a column with a damaged footer entry, pyarrow aborts the process when asked for metadata,
+    # but raises when reading. So read a row first.
     if next(_batches(parquet, number, columns, 1), None) is None:
         return 0
     return sum(group.column(i).total_uncompressed_size for i in leaves(parquet, columns))
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Return True if a column of this type holds text, or has no values: pandas writes such columns
-    without a type.
+    """Return True for text, JSON, and columns without values, which pandas writes untyped.
 
-    JSON is text; bytes are not, even if they can be read as such: they may be of any encoding.
+    Bytes may have any encoding and never count as text.
     """
     kind = _written_out(kind)
     strings = (pa.string(), pa.large_string(), pa.null())
@@ -297,17 +285,13 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def is_id(kind: pa.DataType) -> bool:
-    """Return True if the values of a type have one spelling: text, integers, also as decimals, and
-    UUIDs.
-    """
+    """Return True for types with one spelling per value: text, integers, whole decimals, UUIDs."""
     is_whole = pa.types.is_integer(kind) or (pa.types.is_decimal(kind) and kind.scale == 0)
     return is_text(kind) or is_whole or isinstance(kind, pa.UuidType)
 
 
 def way_out(column: str, kind: pa.DataType, wanted: str) -> str:
-    """Return the cast that a column needs, as the end of a message; empty for a nested type.
-    wanted: a type of SQL.
-    """
+    """Return advice to cast a column to the SQL type `wanted`; empty for nested types."""
     name = '"' + column.replace('"', '""') + '"'
     if kind.num_fields:
         return ""
@@ -323,17 +307,16 @@ def way_out(column: str, kind: pa.DataType, wanted: str) -> str:
 
 
 def is_bytes(kind: pa.DataType) -> bool:
-    """Return True if a column of this type holds bytes."""
+    """Return True for a column of bytes."""
     kind = _written_out(kind)
     return kind in (pa.binary(), pa.large_binary()) or pa.types.is_fixed_size_binary(kind)
 
 
 def joint_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """Return a type that has room for the values of both; a cast says whether it has for each of
-    them.
+    """Return a type for the values of both types; individual values may still not fit.
 
-    Dictionaries and views are written out; of two zones the first counts. Raises ArrowTypeError if
-    there is none: text does not become bytes, nor a decimal a float.
+    Dictionaries and views are decoded, and the first time zone wins. Raises ArrowTypeError if there
+    is none: text never becomes bytes, nor a decimal a float.
     """
     if one == other:
         return one
@@ -358,9 +341,7 @@ def _written_out(kind: pa.DataType) -> pa.DataType:
 
 
 def _with_leaves(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """Return a type in which those of its values have changed, inside of structs and lists as
-    well.
-    """
+    """Apply `change` to the leaves of a nested type."""
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(_with_leaves(field.type, change)) for field in kind])
     if pa.types.is_list(kind):
@@ -375,9 +356,7 @@ def _num_leaves(kind: pa.DataType, is_counted: Callable[[pa.DataType], bool]) ->
 
 
 def plain_rows(table: pa.Table, columns: Sequence[str]) -> Iterator[Values]:
-    """Yield the values of columns for each row; text as the bytes that were stored, which need not
-    be UTF-8.
-    """
+    """Yield the values of each row, with text as bytes, since it may not be UTF-8."""
     arrays = (
         table[name].cast(
             _with_leaves(
@@ -391,9 +370,7 @@ def plain_rows(table: pa.Table, columns: Sequence[str]) -> Iterator[Values]:
 
 
 def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Cast values of a type that `is_id` to large_string. Raises ArrowInvalid for bytes that are
-    not UTF-8.
-    """
+    """Cast a column of ids to large_string. Raises ArrowInvalid unless it is UTF-8."""
     if isinstance(values.type, pa.UuidType):
         spelled = [None if value is None else str(value) for value in values.to_pylist()]
         return pa.chunked_array([pa.array(spelled, "large_string")])
@@ -403,13 +380,13 @@ def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def gathered(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Join tables to ones of at least 4,096 rows or 16 MiB, but for the last."""
+    """Join tables until they have 4,096 rows or 16 MiB."""
     waiting: list[pa.Table] = []
     num_rows = num_bytes = 0
     for table in tables:
         waiting.append(table)
         num_rows += len(table)
-        num_bytes += table.get_total_buffer_size()  # a slice keeps more in memory than its own size
+        num_bytes += table.get_total_buffer_size()  # a slice keeps its whole table in memory
         if num_rows >= _GROUP_ROWS or num_bytes >= BATCH_BYTES:
             yield pa.concat_tables(waiting)
             waiting = []
@@ -420,10 +397,9 @@ def gathered(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def write_groups(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
-    """Write tables in row groups that are not too small: a writer keeps metadata of each until the
-    file is whole.
+    """Write tables in row groups of reasonable size, since a writer holds metadata of each.
 
-    Tables with dictionaries stay as they are, because each has its own.
+    Tables with dictionaries are not joined: each has different ones.
     """
     has_dictionary = any("dictionary<" in str(field.type) for field in schema)
     filled = (table for table in tables if len(table))

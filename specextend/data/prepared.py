@@ -1,4 +1,4 @@
-"""How a run recognises a data set of `specextend prepare`, and reads which files it lacks."""
+"""Recognise a data set of `specextend prepare`, and read its errors."""
 
 import json
 import re
@@ -9,32 +9,28 @@ from specextend.data.storage import Location, read_bytes
 
 PART_NAME = re.compile(r"part-\d{6,}-[0-9a-f]{8}\.parquet")
 ERRORS = "_errors.jsonl"
-"""Name of the file in a data set that has a line for each file, or row of one, that is not in
-it.
-"""
+"""File with a line per file or row that is missing in the data set."""
 LEFT_OUT = "left out"
 GONE = "gone"
-"""Reasons that are no failures: by its name a file is not wanted, or it is not found any more."""
+"""Reasons that are not failures: ignored by name, or deleted since."""
 
 
 class Failure(NamedTuple):
-    """A file, or a row of one, that is not in the data set."""
+    """A file, or a row of a file, that is missing in the data set."""
 
     path: str
     row: int | None
     reason: str
-    """Two words that are counted."""
+    """Two words for counting."""
     message: str
 
 
 def id_column_of(names: Iterable[str]) -> str | None:
-    """Return the id column of a data set, which the names of its files tell; None for any other
-    files.
-    """
+    """Return the id column if all names belong to a data set, else None."""
     return "id" if all(map(PART_NAME.fullmatch, names)) else None
 
 
 def read_errors(folder: Location) -> list[Failure]:
-    """Return what a data set lacks; nothing of any other folder."""
+    """Read the errors of a data set; none for other folders."""
     lines = (read_bytes(folder.child(ERRORS)) or b"").decode().split("\n")
     return [Failure(**json.loads(line)) for line in filter(None, lines)]

@@ -1,4 +1,4 @@
-"""A row of the input: its document, and what it says itself about its prompt and its sampling."""
+"""A row of the input: its document, and its individual prompt and sampling options."""
 
 import hashlib
 import json
@@ -18,37 +18,41 @@ from specextend.data.inputs import MOST_TOKENS, DocumentError, InputOptions
 from specextend.data.instructions import Around, Instruction, around_document
 
 ROW_OPTIONS = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop")
-"""Fields that `input.options_column` may have."""
+"""Fields allowed in `input.options_column`."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One input row, ready to be rendered into a prompt."""
+    """An input row, ready for its prompt."""
 
     key: DocumentKey
     doc_id: str
     text: str
     max_new_tokens: int | None
-    """Limit of the row itself; None: the run's limit applies."""
+    """Limit of the row; None for the limit of the run."""
     reference: str | None
-    """A summary to compare with, if there is one."""
+    """Reference summary, if any."""
     content_sha256: str
     instruction: Around | None = None
-    """The row's own instruction, or the run's with the row's values in it; None: the run's applies
-    as it is.
+    """Instruction of the row, or of the run with the row's values. None: the run's instruction
+    applies unchanged.
     """
     others: tuple[Around | None, ...] = ()
-    """The same for each further task."""
+    """Instructions of further tasks."""
     sampling: ReadOnly = field(default_factory=dict)
-    """Fields of SamplingParams in which the row differs from the run."""
+    """Fields of SamplingParams that differ from the run."""
     passed: pa.Table | None = field(default=None, compare=False, repr=False)
-    """The passthrough columns that `output.rules` name; None if there are none."""
+    """Passthrough columns named by rules; None without any."""
 
 
 @dataclass(frozen=True)
 class RowReader:
-    """Makes rows of values of columns, of which texts are bytes. templates: the instructions of the
-    run's tasks. rule_columns: passthrough columns that are read for rules.
+    """Makes rows from column values.
+
+    Attributes:
+        options: Options of the input.
+        templates: Instructions of the tasks.
+        rule_columns: Passthrough columns named by rules.
     """
 
     options: InputOptions
@@ -57,33 +61,33 @@ class RowReader:
 
     @property
     def template_columns(self) -> tuple[str, ...]:
-        """Return the columns that the run's instructions name."""
+        """Columns named by the instructions."""
         return tuple(
             _named(*(column for template in self.templates for column in template.columns))
         )
 
     @property
     def content_columns(self) -> list[str]:
-        """Return the columns that `content_sha256` is made of."""
+        """Columns that determine `content_sha256`."""
         options = self.options
         wanted = (options.text_column, options.options_column, options.instruction_column)
         return _named(*wanted, *self.template_columns)
 
     @property
     def value_columns(self) -> list[str]:
-        """Return the columns whose values `read` takes."""
+        """Columns used by `read`."""
         return _named(*self.content_columns, self.options.reference_column)
 
     @property
     def document_columns(self) -> list[str]:
-        """Return the columns that a row is read from."""
+        """Columns to read for a document."""
         return _named(*self.value_columns, self.options.id_column, *self.rule_columns)
 
     def read(self, key: DocumentKey, doc_id: str, values: ReadOnly) -> Row:
-        """Make a row. What is not UTF-8 in a reference is replaced.
+        """Make a row from column values, with texts as bytes.
 
-        Raises DocumentError for null, empty or undecodable text, and for a bad limit, instruction
-        or options.
+        Raises:
+            DocumentError: The text is null, empty or not UTF-8, or an option of the row is invalid.
         """
         options = self.options
         try:
@@ -102,12 +106,10 @@ class RowReader:
         )
 
     def content(self, values: ReadOnly) -> str:
-        """Hash what a row says about its summary: its text, and its own limit, instruction and
-        values if it has them.
+        """Return the SHA-256 of everything in a row that affects its answer.
 
-        The length of each is hashed before it, so that no row can pass for another one. A row
-        without an instruction of its own adds the values that go into the run's. Returns 64
-        hexadecimal digits.
+        Lengths are hashed too, so rows with shifted text differ. Template values count only without
+        an instruction in the row.
         """
         asked = self._asked(values)
         used = {} if asked else {name: values[name] for name in self.template_columns}
@@ -119,15 +121,13 @@ class RowReader:
         return digest.hexdigest()
 
     def own(self, values: ReadOnly) -> ReadOnly:
-        """Return the values of `input.options_column` by name; of an integer it is the limit."""
+        """Return the options of a row by name; an integer is the limit."""
         column = self.options.options_column
         given = values[column] if column else None
         return given if isinstance(given, dict) else {"max_new_tokens": given}
 
     def _instructions(self, values: ReadOnly) -> list[Around | None]:
-        """Return the row's own instruction, or each of the run's with its values. Raises
-        DocumentError if not UTF-8.
-        """
+        """Return the instruction of the row, or each of the run's with the row's values."""
         asked = self._asked(values)
         if not asked:
             own = [each.around(values) if each.columns else None for each in self.templates]
@@ -140,16 +140,14 @@ class RowReader:
             ) from error
 
     def _asked(self, values: ReadOnly) -> bytes:
-        """Return the row's own instruction; empty if it has none, or a blank one."""
+        """Return the instruction of the row; empty if missing or blank."""
         column = self.options.instruction_column
         asked: bytes = (values[column] if column else None) or b""
         return asked if asked.decode(errors="replace").strip() else b""
 
 
 def own_options(values: ReadOnly) -> Values:
-    """Return the options of a row that are not null. Raises DocumentError (`BadOptions`) for a
-    value out of range.
-    """
+    """Return the non-null options of a row. Raises DocumentError for a value out of range."""
     own = {name: value for name, value in values.items() if value is not None}
     if "stop" in own:
         own["stop"] = tuple(mended(own["stop"], decodes=True))
@@ -161,9 +159,7 @@ def own_options(values: ReadOnly) -> Values:
 
 
 def is_options(kind: pa.DataType) -> bool:
-    """Return True if a column may be `input.options_column`: an integer, or a struct of known
-    fields of the right kinds.
-    """
+    """Return True for a valid type of `input.options_column`."""
     kinds = {
         "temperature": pa.types.is_floating,
         "top_p": pa.types.is_floating,
@@ -178,9 +174,7 @@ def is_options(kind: pa.DataType) -> bool:
 
 
 def decode_text(data: bytes | None) -> str:
-    """Decode a document's text. Raises DocumentError if it is null, not UTF-8, or nothing but white
-    space.
-    """
+    """Decode the text of a document. Raises DocumentError if null, blank or not UTF-8."""
     if data is None:
         raise DocumentError("NullText", "the text is null")
     try:
@@ -195,9 +189,7 @@ def decode_text(data: bytes | None) -> str:
 
 
 def check_max_new_tokens(value: int | None) -> int | None:
-    """Return a row's own limit. Raises DocumentError if it is below 1, or more than any model
-    takes.
-    """
+    """Return the limit of a row. Raises DocumentError if out of range."""
     if value is not None and not 1 <= value <= MOST_TOKENS:
         raise DocumentError(
             "BadMaxNewTokens", f"max_new_tokens must be at least 1 and at most 2^40, got {value}"

@@ -1,4 +1,4 @@
-"""The rules of `output.rules`: conditions of SQL that the answers of a run should meet."""
+"""Rules for answers (`output.rules`): SQL conditions."""
 
 from collections.abc import Iterable
 
@@ -18,10 +18,10 @@ from specextend.data.schema import (
 
 
 def check_rules(output: OutputOptions, passthrough: Iterable[pa.Field]) -> None:
-    """Raise ValueError for a rule that cannot be computed over answers and passthrough columns."""
+    """Raise ValueError for a rule that does not fit answers and passthrough columns."""
     fields = [field for field in _fields(output) if field.name not in OF_DOCUMENT]
     schema = pa.schema([*fields, *passthrough])
-    # a row of nulls: without a row no constant is cast
+    # Without any row, constants are not cast.
     table = pa.table([pa.nulls(1, field.type) for field in schema], schema=schema)
     for name, condition in output.rules.items():
         columns = filter_columns(condition, f"output.rules.{name}")
@@ -36,12 +36,12 @@ def check_rules(output: OutputOptions, passthrough: Iterable[pa.Field]) -> None:
 
 
 def broken_rules(output: OutputOptions, made: ReadOnly, passed: pa.Table | None) -> list[str]:
-    """Return the flags of the rules whose condition is not true.
+    """Return the flags of rules that fail.
 
     Args:
         output: Options with the rules.
-        made: Columns of the answer by name, as the row of a document has them.
-        passed: Passthrough columns of the document that rules name, as a table of one row.
+        made: Columns of the document's row.
+        passed: Passthrough columns named by rules, as a table of one row.
     """
     if not output.rules:
         return []
@@ -57,7 +57,7 @@ def broken_rules(output: OutputOptions, made: ReadOnly, passed: pa.Table | None)
 
 
 def _holds(condition: str, table: pa.Table) -> bool:
-    """Return True if a row meets a condition. A value that cannot be computed does not."""
+    """Return True if the row meets a condition that can be computed."""
     try:
         return bool(matches(condition, table.select(filter_columns(condition)))[0])
     except ValueError:

@@ -1,6 +1,4 @@
-"""The output folder of a run: where each file is, the records of the run's starts, and the record
-of its end.
-"""
+"""The output folder of a run: places of its files, records of its starts and of its end."""
 
 import json
 import os
@@ -35,67 +33,65 @@ from specextend.data.storage import (
 
 Record = TypeVar("Record")
 Retry = Literal["none", "retryable", "all"]
-"""The error rows that are done again."""
+"""Error rows to repeat."""
 SUMMARIES = "summaries"
 ERRORS = "errors"
-"""The folders of the results, each with one file per input file."""
+"""Folders of results, with a file per input file."""
 ADDED = "added"
-"""Folder of a run that holds runs of tasks which it was asked once it had ended."""
+"""Folder with runs of tasks added after the end."""
 REDONE = "redone"
-"""Folder of a run that holds runs which did some of its rows again."""
+"""Folder with runs that redid some rows."""
 
 
 def _place(*names: str) -> Callable[[Location], Location]:
-    """Return what finds a place in an output folder."""
+    """Return a function from an output folder to a place in it."""
     return lambda output: output.child(*names)
 
 
 records_folder = _place("_run")
-"""The folder of everything that a run needs to go on."""
+"""Folder of all records needed to resume."""
 manifest_file = _place("_run", "manifest.json")
-"""The place of the manifest."""
+"""Manifest of the run."""
 
 
 def lock_file(output: Location) -> Location:
-    """Return the place of the lock, without the output's gate: the lock is what the gate asks."""
+    """Return the place of the lock. It has no gate, because the gate checks the lock."""
     return Location(output.filesystem, output.child("_run", "lock").path)
 
 
 commits_folder = _place("_run", "parts")
-"""The folder of the commits."""
+"""Folder of the commits."""
 audit_file = _place("audit.json")
-"""The place of the last audit."""
+"""Result of the last audit."""
 starts_folder = _place("_run", "attempts")
-"""The folder of the records of starts."""
+"""Folder with a record per start."""
 selection_file = _place("_run", "selection.parquet")
-"""The place of the rows that a run is about, if it leaves out what earlier runs have done."""
+"""Chosen rows of a run that depends on other runs."""
 summaries_folder = _place(SUMMARIES)
-"""The folder of the summaries."""
+"""Folder of the summaries."""
 errors_folder = _place(ERRORS)
-"""The folder of the error rows."""
+"""Folder of the error rows."""
 
 
 def report_file(output: Location, ending: str) -> Location:
-    """Return the place of the report. ending: `json` or `html`."""
+    """Return the place of the report; `ending` is `json` or `html`."""
     return output.child(f"report.{ending}")
 
 
 success_file = _place("_SUCCESS")
-"""The place of `_SUCCESS`."""
+"""Marker of a finished run."""
 
 
 def run_folders(output: Location) -> list[Location]:
-    """Return the run's folder and those in it, which only its driver writes to."""
+    """Return the folders written only by the driver."""
     folders = (records_folder, summaries_folder, errors_folder, commits_folder, starts_folder)
     return [output, *(folder(output) for folder in folders)]
 
 
 def check_kinds(output: Location) -> None:
-    """Raise ValueError if a file stands where the run has a folder, or the other way round; object
-    stores have none.
+    """Raise ValueError if a file stands in place of a folder of the run, or vice versa.
 
-    A symbolic link to a folder is none: what lies elsewhere would be written to, and lose its
-    temporary files.
+    Symbolic links are refused: cleaning up would delete files elsewhere.
     """
     if not output.is_local:
         return
@@ -121,8 +117,8 @@ def _refuse_links(folders: list[Location]) -> None:
 
 
 def inner_run(output: Location, folder: str, name: str) -> Location:
-    """Return the place of a run in `folder` of another run: ADDED or REDONE. Raises ValueError if
-    it leads elsewhere, as `check_kinds` does.
+    """Return the place of a run in `folder` (ADDED or REDONE) of another run. Raises ValueError for
+    a symbolic link.
     """
     place = output.child(folder, name)
     _refuse_links([place.parent, place])
@@ -130,13 +126,13 @@ def inner_run(output: Location, folder: str, name: str) -> Location:
 
 
 def inner_runs(output: Location, folder: str) -> list[Location]:
-    """List the runs in `folder` of another run. Raises ValueError as `inner_run` does."""
+    """List the runs in `folder` of another run. Raises ValueError for a symbolic link."""
     return [inner_run(output, folder, name) for name in list_folders(output.child(folder))]
 
 
 def check_results(output: Location, num_files: int) -> None:
-    """Raise ValueError for a file that has the name of a result and is none of so many input
-    files': who reads the folder would take its rows for the run's.
+    """Raise ValueError for foreign files named like results, which readers of the folder would
+    include.
     """
     names = {result_name(number) for number in range(num_files)}
     for folder in (summaries_folder(output), errors_folder(output)):
@@ -149,18 +145,18 @@ def check_results(output: Location, num_files: int) -> None:
 
 
 def result_name(number: int) -> str:
-    """Return the name that the results of input file `number` have in either folder."""
+    """Return the name of both result files of input file `number`."""
     return f"part-{number:05d}.parquet"
 
 
 def list_results(folder: Location) -> list[str]:
-    """List the files of `summaries/` or `errors/` by their number, without those of others."""
+    """List the result files in a folder by number, ignoring other files."""
     return [name for name in list_files(folder) if re.fullmatch(r"part-\d{5,}\.parquet", name)]
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Rows of the input, which are those done and those that failed."""
+    """Numbers of input rows: all, done, failed."""
 
     rows: int
     done: int
@@ -168,57 +164,51 @@ class Counts:
 
 
 def write_success(output: Location, counts: Counts) -> None:
-    """Write `_SUCCESS`, the last file of a run that exits 0."""
+    """Write `_SUCCESS`, the last file of a run with exit code 0."""
     write_bytes(success_file(output), (json.dumps(asdict(counts)) + "\n").encode())
 
 
 def remove_success(output: Location) -> None:
-    """Remove `_SUCCESS` before anything in the folder changes."""
+    """Delete `_SUCCESS` before anything in the folder changes."""
     delete(success_file(output))
 
 
 def read_success(output: Location) -> Counts | None:
-    """Read the counts of a finished run; None if there is no `_SUCCESS`, or none that holds
-    them.
-    """
+    """Return the counts of a finished run; None without a valid `_SUCCESS`."""
     return _read_valid(success_file(output), Counts)
 
 
 def _read_valid(location: Location, kind: type[Record]) -> Record | None:
-    """Read a small record; None if there is none, or one that does not hold what it should."""
+    """Read a small record; None if missing or invalid."""
     with suppress(ValueError):
         return read_parsed(location, partial(TypeAdapter(kind).validate_json, strict=True))
     return None
 
 
 def write_audit(output: Location, found: Values) -> None:
-    """Write what an audit has found, where reports look for it."""
+    """Write the result of an audit for reports."""
     write_bytes(audit_file(output), (json.dumps(found, indent=2) + "\n").encode())
 
 
 def read_audit(output: Location) -> Values | None:
-    """Read what the last audit has found; None if there is none, or none that can be read."""
+    """Return the result of the last audit; None if missing or invalid."""
     return _read_valid(audit_file(output), Values)
 
 
 def parse_record(kind: type[Record], data: bytes) -> Record | None:
-    """Parse a record that is one JSON object; None for anything else. Fields that it has beside are
-    passed over.
-    """
+    """Parse a JSON object, ignoring unknown fields; None if invalid."""
     with suppress(ValueError):
         return TypeAdapter(kind).validate_json(data, strict=True)
     return None
 
 
 def time_text(seconds: float) -> str:
-    """Write seconds since the epoch as ISO 8601 in UTC, with milliseconds."""
+    """Format seconds since the epoch as ISO 8601 in UTC with milliseconds."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def parse_time(text: Any) -> float | None:
-    """Parse ISO 8601 to seconds since the epoch; None for what is no time. Without a zone it is
-    UTC.
-    """
+    """Parse ISO 8601 (default zone: UTC) to seconds since the epoch; None if invalid."""
     try:
         time = datetime.fromisoformat(text)
         return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
@@ -249,9 +239,7 @@ class _Identity:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """The shape of `_run/manifest.json`, as `build_manifest` makes it. Fields that are not here may
-    hold anything.
-    """
+    """Schema of `_run/manifest.json`. Unknown fields are allowed."""
 
     version: int
     fingerprint: str
@@ -264,16 +252,14 @@ class _Manifest:
 
 _MANIFEST = TypeAdapter(_Manifest)
 _Time = Annotated[float, BeforeValidator(parse_time)]
-"""Seconds since the epoch, in a record as ISO 8601."""
+"""Seconds since the epoch, stored as ISO 8601."""
 RELEASED = "released"
-"""The reason in the record of a worker that was ended because its start had no more work for it, or
-stopped.
-"""
+"""Reason of a worker's end: no more work, or the start stopped."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Says what came of a kernel that a worker has tried."""
+    """Outcome of trying a kernel."""
 
     name: str
     taken: bool
@@ -282,50 +268,44 @@ class Kernel:
 
 @dataclass(frozen=True)
 class WorkerRecord:
-    """One worker of a start, as its driver saw it. Times are seconds since the epoch; None if that
-    never happened.
-    """
+    """A worker of a start, as seen by the driver. Times are seconds since the epoch, or None."""
 
     worker: str
-    """Name that the driver gave it, such as `worker-3`."""
+    """Name given by the driver, such as `worker-3`."""
     seat: Annotated[int, Field(ge=0, lt=1 << 31)]
-    """The place that a worker which dies leaves to its successor, from 1."""
+    """Number, from 1, of the place that successors inherit."""
     asked: _Time
     begun: _Time | None
-    """When it had a process, and so the resources that it is paid for."""
+    """Time when the process started, and with it the use of resources."""
     ready: _Time | None
-    """When its models were loaded."""
+    """Time when the models were loaded."""
     gone: _Time | None
     reason: str | None
     name: str | None = None
-    """`host:pid`, which the column `worker` of its rows holds; None until it was ready."""
+    """`host:pid`, as in the column `worker`; None until ready."""
     device: str | None = None
     limits: dict[str, float] | None = None
-    """What its device can do and what its target asks of it, as measured when it was loaded; None
-    if it was not.
-    """
+    """Measured limits of the device and demands of the target; None if not loaded."""
     kernels: tuple[Kernel, ...] = ()
-    """What came of each kernel that it tried."""
+    """Outcome of each kernel tried."""
     used_gib: FiniteFloat | None = None
-    """The most memory that it had used when a document of it was done; None if none was."""
+    """Peak memory at the end of a document; None before the first."""
     speedup: FiniteFloat | None = None
-    """How many times as fast as plain decoding drafts made its last trial; None before the end of
-    the first, and for trees of one size.
-    """
+    """Speed with drafts over plain decoding in the last trial; None without a trial."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life of a driver, as its lock holds it."""
+    """Sign of life of a driver, stored in its lock."""
 
     run_id: str
     heartbeat: Annotated[float, Field(ge=0, lt=1e11)]
-    """Seconds since the epoch, until the year 5138."""
+    """Seconds since the epoch, before the year 5138."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run. A field is None if the record does not contain it."""
+    """A start of a run. Fields missing in the record are None."""
 
     run_id: str
     begin: str | None = None
@@ -333,30 +313,26 @@ class Start:
     exit_code: int | None = None
     versions: dict[str, str] | None = None
     charges: Values = field(default_factory=dict)
-    """Documents that the start had charged with an attempt, as the driver wrote them."""
+    """Documents charged with an attempt, as written by the driver."""
     seen: _Time | None = None
-    """When the record was last written, in seconds since the epoch."""
+    """Time of the last write, in seconds since the epoch."""
     workers: tuple[WorkerRecord, ...] | None = None
     planned_gib: FiniteFloat | None = None
-    """The memory that a worker was planned to take."""
+    """Planned memory of a worker."""
     gpus_per_worker: FiniteFloat | None = None
     price_per_worker_hour: FiniteFloat | None = None
     git_commit: str | None = None
     took_over: Heartbeat | None = None
-    """The last one of the dead driver whose lock this start took over."""
+    """Last heartbeat of a dead driver if its lock was taken over."""
     damage: str | None = None
-    """The reason why the record cannot be read; then only the run id is known, from the file's
-    name.
-    """
+    """Reason why the record cannot be read. Then only the run id is known."""
 
 
 _START = TypeAdapter(Start)
 
 
 def read_starts(output: Location) -> list[Start]:
-    """Read the record of every start, oldest first; damaged ones come last and do not affect the
-    others.
-    """
+    """Read the records of all starts, oldest first, damaged ones last."""
     folder = starts_folder(output)
     names = [name for name in list_files(folder) if name.endswith(".json")]
     starts = filter(None, (_read_start(folder.child(name)) for name in names))
@@ -372,7 +348,7 @@ def _read_start(location: Location) -> Start | None:
 
 
 def read_heartbeat(output: Location) -> Heartbeat | None:
-    """Read the heartbeat that the lock holds; None without a lock that has one."""
+    """Return the heartbeat in the lock; None without a valid lock."""
     return _read_valid(lock_file(output), Heartbeat)
 
 
@@ -384,7 +360,7 @@ def _parse(content: bytes, name: str) -> Start:
 
 
 def parse_manifest(content: bytes) -> Values:
-    """Parse a manifest. Raises ValueError, in one line, for what has another shape."""
+    """Parse a manifest. Raises ValueError with one line if it is invalid."""
     try:
         _MANIFEST.validate_json(content, strict=True)
         return dict(json.loads(content))
@@ -393,7 +369,7 @@ def parse_manifest(content: bytes) -> Values:
 
 
 def _wrong_with(error: Exception) -> str:
-    """Say in one line what is wrong with a record: of several things the first."""
+    """Return the first error in a record, in one line."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
@@ -401,9 +377,7 @@ def _wrong_with(error: Exception) -> str:
 
 
 def parse_start(record: Values, name: str) -> Start:
-    """Parse the record of a start. name: of the file, without `.json`. Raises ValueError, among
-    others, for no such.
-    """
+    """Parse the record of a start, stored under `name`. Raises ValueError and others if invalid."""
     job = record.get("job") or {}
     report = record.get("report") or {}
     workers = [

@@ -1,7 +1,6 @@
-"""Which rows of the input a run is about: filter, sample, what earlier runs have done, and a limit,
-in this order.
+"""Choose the rows of a run: filter, sample, results of earlier runs, limit, in this order.
 
-Ids are checked among the rows that the filter leaves.
+Begin at `select_rows`. Ids are checked among the rows left by the filter.
 """
 
 from __future__ import annotations
@@ -41,14 +40,12 @@ from specextend.data.source import ChosenRows, Source
 from specextend.data.storage import Location, in_order, list_folders, resolve
 
 Rows = list[Ints]
-"""Row numbers in order, one array for each file of the whole input."""
+"""Sorted row numbers, one array per file of the whole input."""
 _SELECTED = pa.schema([("file", "int32"), ("row", "int64"), ("has_bad_id", "bool")])
 _CHANGED = 1
 _UNCHANGED = 2
 _FAILED = 3
-"""What an earlier run has made of a row; it has done an unchanged one, and a failed one would fail
-again.
-"""
+"""States of a row in an earlier run: edited since, done, or failed for good."""
 _BAD = """
     CREATE TABLE bad AS
     SELECT file, row, rows.id, rows.rowid AS place
@@ -62,7 +59,7 @@ _FIRST_BAD = """
     WHERE id IS NOT DISTINCT FROM (SELECT id FROM bad ORDER BY id IS NOT NULL, place LIMIT 1)
     ORDER BY rowid LIMIT 2
 """
-"""The first null, or else the first id that is repeated and where it was before."""
+"""The first row with a null id, or the first two rows with the same id."""
 _BY_PLACE = """
     UPDATE rows SET id = name || ':' || rows.row
     FROM bad JOIN given USING (file) WHERE rows.file = bad.file AND rows.row = bad.row
@@ -80,7 +77,7 @@ _ADD_EARLIER = f"""
         if(retryable IS NULL, {_UNCHANGED}, {_FAILED})
     FROM given WHERE retryable IS NOT true
 """
-"""Rows done have no `retryable`. A row that may succeed another time counts as new."""
+"""Rows without `retryable` are done; retryable errors count as new rows."""
 _KNOWN = """
     CREATE TABLE known AS
     SELECT file, row, content, state, (origin, file) IN (FROM given) AS is_same FROM earlier
@@ -89,14 +86,14 @@ _KNOWN = """
 _DOUBTFUL = """
     SELECT file, row FROM known GROUP BY file, row HAVING NOT bool_or(is_same) ORDER BY file, row
 """
-"""Rows of files that have been written to since."""
+"""Rows of files modified since the earlier run."""
 _STATES = f"""
     CREATE TABLE states AS
     SELECT file, row, coalesce(min(state) FILTER (is_same OR known.content = found.content),
         {_CHANGED}) AS state
     FROM known LEFT JOIN found USING (file, row) GROUP BY file, row
 """
-"""What has become of each known row: `found` has the contents of the doubtful ones."""
+"""State of each known row. `found` holds the content hashes of the doubtful rows."""
 _FOUND = f"""
     SELECT count(*) FILTER (state = {_UNCHANGED}) AS unchanged, count(*)
         FILTER (state = {_FAILED}) AS failed_before
@@ -119,11 +116,22 @@ def select_rows(
     notes: tuple[str, ...] = (),
     checkpoint: Checkpoint = lambda: None,
 ) -> Source:
-    """Check the ids and choose the rows of a run; return the source of the files that hold some.
+    """Check the ids and choose the rows of a run.
 
-    Reads the filter's columns, the ids if they are needed, and the texts of rows that an earlier
-    run did from a file that was written since. Raises InputError if filter or sample leave no row;
-    that everything is done already is no error. checkpoint: called between tables; may raise.
+    Reads the filter columns, the ids if needed, and the text of rows in files modified since an
+    earlier run.
+
+    Args:
+        source: Source with all rows of the input.
+        earlier: Outputs of earlier runs (`find_earlier`).
+        notes: Notes about earlier runs to keep with the selection.
+        checkpoint: Called between tables; may raise.
+
+    Returns:
+        The source, limited to the files with chosen rows.
+
+    Raises:
+        InputError: Filter or sample leave no row. A run with everything done already is fine.
     """
     options = source.options
     num_rows = source.num_rows
@@ -169,7 +177,7 @@ def select_rows(
 
 
 def _read(source: Source, checkpoint: Checkpoint, file: InputFile) -> pa.Table:
-    """Return the rows of a file that match the filter, with their ids if those are needed."""
+    """Return the rows matched by the filter, with their ids if needed."""
     options = source.options
     number = file.number
     needs_ids = (
@@ -185,9 +193,7 @@ def _read(source: Source, checkpoint: Checkpoint, file: InputFile) -> pa.Table:
 
 
 def _check_ids(source: Source, database: Database) -> Source:
-    """Return the source that knows the rows whose ids are null or repeated. Raises InputError if
-    they are refused.
-    """
+    """Record rows with a null or repeated id. Raises InputError unless `on_bad_id` allows them."""
     column = source.options.id_column
     if column is None:
         return source
@@ -224,7 +230,7 @@ def _check_ids(source: Source, database: Database) -> Source:
 
 
 def _of_files(database: Database, table: str, num_files: int) -> Rows:
-    """Return the rows of each file that are in a table."""
+    """Split a table into sorted row numbers per file."""
     files, rows = database.arrays(f"SELECT file, row FROM {table} ORDER BY file, row")
     return np.split(rows, files.searchsorted(np.arange(1, num_files)))[:num_files]
 
@@ -240,7 +246,7 @@ def _size(database: Database) -> int:
 
 
 def _delete(database: Database, which: str) -> int:
-    """Delete rows; return how many they were."""
+    """Delete rows and return their number."""
     [deleted] = database.select(f"DELETE {which}")
     return int(deleted["Count"])
 
@@ -248,7 +254,7 @@ def _delete(database: Database, which: str) -> int:
 def _limited(
     source: Source, database: Database, counts: Mapping[str, int], notes: tuple[str, ...]
 ) -> Source:
-    """Return the source of the files that have rows left, which are numbered anew."""
+    """Keep the files with chosen rows, renumbered."""
     rows = _of_files(database, "rows", len(source.files))
     numbers = [number for number, each in enumerate(rows) if len(each)]
     files = tuple(replace(source.files[number], number=i) for i, number in enumerate(numbers))
@@ -259,7 +265,7 @@ def _limited(
 
 
 def _matching(source: Source, text: str, checkpoint: Checkpoint, file: InputFile) -> Ints:
-    """Return the rows of a file that a filter matches."""
+    """Return the rows of a file matched by the filter."""
     masks = [np.zeros(0, bool)]
     for table in gathered(source.filtered(file.number)):
         checkpoint()
@@ -273,11 +279,9 @@ def _matching(source: Source, text: str, checkpoint: Checkpoint, file: InputFile
 def _compare(
     source: Source, database: Database, earlier: Sequence[EarlierOutput], checkpoint: Checkpoint
 ) -> None:
-    """Say of each row what earlier runs have made of it, and whether it is still the same, in the
-    table `states`.
+    """Fill the table `states` with the state of each row known to earlier runs.
 
-    A file with size, footer and time of that run holds what it held. In any other file the row
-    itself is read.
+    Files with unchanged size, footer and time count as unchanged. Rows of other files are read.
     """
     for statement in _TABLES:
         database.select(statement)
@@ -312,9 +316,7 @@ def _compare(
 
 
 def _contents(source: Source, file: InputFile, rows: Ints, checkpoint: Checkpoint) -> pa.Table:
-    """Read some rows of a file, which are in order; return them with the hashes of their
-    contents.
-    """
+    """Hash the contents of the given rows."""
     reader = source.reader
     contents: list[str] = []
     for batch in source.batches_of(file.number, reader.content_columns, rows):
@@ -326,10 +328,9 @@ def _contents(source: Source, file: InputFile, rows: Ints, checkpoint: Checkpoin
 
 
 def write_selection(source: Source, output: Location) -> None:
-    """Write down the rows of a run that leaves out what others have done, before its manifest is
-    written.
+    """Save the selected rows before the manifest is written.
 
-    Others may do more by the time that the run is resumed, and it must have the same rows then.
+    A resumed run must keep its rows although other runs may finish more of them meanwhile.
     """
     assert source.selection is not None
     tables = [_SELECTED.empty_table()]
@@ -341,11 +342,15 @@ def write_selection(source: Source, output: Location) -> None:
 
 
 def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> Source:
-    """Return the source with the rows that `write_selection` wrote down; without those of files
-    that are gone.
+    """Restore the rows saved by `write_selection`.
 
-    source: of those files of the run that are there. manifest: of the run. Raises InputError if the
-    file is damaged.
+    Args:
+        source: Source with the remaining files of the run.
+        output: Output folder of the run.
+        manifest: Manifest of the run.
+
+    Raises:
+        InputError: The file is damaged.
     """
     location = selection_file(output)
     names = [*manifest["identity"]["files"]]
@@ -368,15 +373,13 @@ def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> So
 
 
 class EarlierOutput(NamedTuple):
-    """The output of an earlier run whose rows this run could have made."""
+    """Output of an earlier run with the same configuration."""
 
     location: Location
     manifest: ReadOnly
 
     def holds(self, file: InputFile) -> bool:
-        """Return True if it was made from this very file: same path, size, footer and time of the
-        last write.
-        """
+        """Return True if `file` has the path, size, footer and time recorded by the run."""
         before = self.manifest["identity"]["files"].get(file.relative_path)
         times = self.manifest.get("modified_ns", {})
         return (
@@ -407,12 +410,19 @@ def find_earlier(
     manifest: ReadOnly,
     checkpoint: Checkpoint = lambda: None,
 ) -> tuple[list[EarlierOutput], tuple[str, ...]]:
-    """Find the outputs of `input.except_done_in` whose rows count as done; return notes about the
-    others, too.
+    """Find the outputs of `input.except_done_in` with rows that count as done.
 
-    own: this run's output folder, which is passed over. manifest: of this run before its rows are
-    selected; an output of another configuration has done nothing that this run would do. Raises
-    InputError for a path without wildcards that is no output folder.
+    Args:
+        paths: Output folders, or globs of them.
+        own: Output folder of this run, which is skipped.
+        manifest: Manifest of this run before rows are selected.
+        checkpoint: Called for each folder; may raise.
+
+    Returns:
+        The outputs, and notes about outputs of other configurations and unfinished runs.
+
+    Raises:
+        InputError: A path without wildcards is not an output folder.
     """
     found: list[EarlierOutput] = []
     left_out: dict[str, list[Location]] = {}
@@ -450,9 +460,7 @@ def _name(locations: Sequence[Location]) -> str:
 
 
 def find_folders(path: str) -> list[tuple[Location, bool]]:
-    """Return the folder of a path, or the folders that match a glob, in order, and whether the path
-    names one.
-    """
+    """List the folders matched by a path or glob, each with True if the path names it literally."""
     root, pattern = split_glob(resolve(path))
     if "**" in pattern:
         raise InputError(f"{path}: `**` is not supported; give one `*` for each folder")

@@ -1,6 +1,4 @@
-"""The input of a run: opened and checked once, then streamed column by column, or read row by
-row.
-"""
+"""The input of a run: checked once, then streamed by column or read by row."""
 
 import threading
 from bisect import bisect_right
@@ -52,53 +50,47 @@ _CACHED_GROUPS = 2
 
 
 class ChosenRows(NamedTuple):
-    """The rows that a run is about, where those are not all rows of its input."""
+    """The chosen rows of a run with a selection."""
 
     rows: Sequence[Ints]
-    """Of each file: row numbers in order."""
+    """Sorted row numbers of each file."""
     counts: Mapping[str, int]
-    """What became of the rows of the whole input, by outcome."""
+    """Number of input rows by outcome."""
     notes: tuple[str, ...] = ()
-    """Lines for the user about outputs of earlier runs."""
+    """Notes for the user about earlier runs."""
 
 
 class ScannedRow(NamedTuple):
-    """The facts about a row that planning needs."""
+    """Facts about a row for planning."""
 
     key: DocumentKey
     text: bytes | None
     max_new_tokens: int | None
-    """The row's own; None, too, if it is not a limit."""
+    """Limit of the row; None if absent or invalid."""
     error_class: str | None
-    """The error that `Source.read` will raise for the row, as far as the scanned columns can tell;
-    or None.
-    """
+    """Error that `Source.read` will raise, as far as the scanned columns tell."""
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The input of a run. Pickles small (file list and row counts, no data), reads lazily, and is
-    thread-safe.
-    """
+    """The input of a run: lazy, thread-safe, and small when pickled (no data)."""
 
     reader: RowReader
     root: Location
     files: tuple[InputFile, ...]
     passthrough_fields: tuple[pa.Field, ...]
     filter_fields: tuple[pa.Field, ...] = ()
-    """The driver's: the filter's columns, with types for the values of all files."""
+    """Filter columns with their joint types (driver only)."""
     skipped: Mapping[str, int] = field(default_factory=dict)
-    """Number of files in the input's folder that are not read, by extension."""
+    """Number of ignored files in the input folder by extension."""
     num_repeated: int = 0
-    """Paths that are left out, because they lead to a file that is read already."""
+    """Number of paths to files that are already listed."""
     partitions: Mapping[str, pa.DataType] = field(default_factory=dict)
-    """Type of each column in the files' paths."""
+    """Type of each column in the file paths."""
     selection: ChosenRows | None = None
-    """The driver's: workers get the keys of single rows."""
+    """Chosen rows (driver only)."""
     bad_ids: Sequence[Ints] = ()
-    """The driver's: of each file, the rows in order whose id is null or that of an earlier row;
-    empty if there are none.
-    """
+    """Sorted rows of each file with a null or repeated id (driver only); empty without any."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _groups: dict[Hashable, pa.Table] = field(default_factory=dict, init=False, repr=False)
 
@@ -107,32 +99,34 @@ class Source:
 
     @property
     def options(self) -> InputOptions:
-        """Return the options of the input."""
+        """Options of the input."""
         return self.reader.options
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows that the run is about."""
+        """Number of rows in the run."""
         if self.selection is None:
             return sum(file.num_rows for file in self.files)
         return sum(map(len, self.selection.rows))
 
     def rows(self, number: int) -> Sequence[int]:
-        """Return the row numbers of a file that the run is about, in order."""
+        """Return the sorted row numbers of a file in the run."""
         if self.selection is None:
             return range(self.files[number].num_rows)
         return list(self.selection.rows[number].tolist())
 
     def location(self, number: int) -> Location:
-        """Return the place of the input file `number`."""
+        """Return the location of input file `number`."""
         return self.root.child(self.files[number].relative_path)
 
     def read(self, key: DocumentKey) -> Row:
         """Read the row at `key`.
 
-        Raises DocumentError for null, empty or undecodable text, a bad id or a bad
-        `max_new_tokens`, OSError if the file is damaged at that place, InputUnreachableError if it
-        is out of reach, and InputChangedError if it has been written to.
+        Raises:
+            DocumentError: Bad text, id or `max_new_tokens`.
+            OSError: The file is damaged at this row.
+            InputUnreachableError: The file is out of reach.
+            InputChangedError: The file was modified.
         """
         row = self._row(key, self.reader.document_columns)
         [values] = plain_rows(row, self.reader.value_columns)
@@ -156,7 +150,7 @@ class Source:
 
     @property
     def warning(self) -> str:
-        """Describe what may surprise a user about the input; empty if there is nothing."""
+        """Surprises about the input in one line; empty if there are none."""
         said = (
             [f"files not read in {self.root.path}: {describe_skipped(self.skipped)}"]
             if self.skipped
@@ -170,17 +164,11 @@ class Source:
         return "; ".join(said)
 
     def place(self, key: DocumentKey) -> str:
-        """Describe the place of a row: `<path relative to the root>:<row in file>`. Reads
-        nothing.
-        """
+        """Return `<path relative to the root>:<row in file>`."""
         return f"{self.files[key.file].relative_path}:{key.row}"
 
     def doc_id(self, key: DocumentKey) -> str:
-        """Read the row's id alone, for an error row about an unreadable document; return its place
-        if that fails too.
-
-        Raises InputChangedError.
-        """
+        """Read the id of a row for an error row; fall back to its place."""
         column = self.options.id_column
         try:
             return self._id(key, None if column is None else self._row(key, [column]))
@@ -188,11 +176,7 @@ class Source:
             return self.place(key)
 
     def check_unchanged(self, number: int) -> None:
-        """Raise InputChangedError if a file is gone, or has another size or time than when it was
-        checked.
-
-        Raises InputUnreachableError if its store does not answer.
-        """
+        """Raise InputChangedError if a file is gone, or its size or time changed."""
         file = self.files[number]
         info = ask(self.location(number), file.relative_path)
         if info.is_file and (info.size, info.mtime_ns) == (file.size, file.modified_ns):
@@ -208,11 +192,7 @@ class Source:
         )
 
     def scan(self) -> Iterator[ScannedRow]:
-        """Stream the facts about the rows that the run is about, in key order; small files are read
-        ahead.
-
-        A bad row raises nothing: its `error_class` is set.
-        """
+        """Stream facts about the rows of the run in key order. Bad rows have an `error_class`."""
         tables = in_order(
             self._scanned_tables, self.files, cost=InputFile.bytes_ahead, most=MOST_AHEAD_BYTES
         )
@@ -222,12 +202,12 @@ class Source:
             yield from (self._scanned(key, row) for row, key in zip(rows, keys, strict=False))
 
     def batches(self, number: int, columns: list[str]) -> Iterator[pa.Table]:
-        """Stream columns of a file as small tables, in row order; null where the file lacks a
-        passthrough column.
+        """Stream columns of a file in small tables. Missing passthrough columns are null.
 
-        Raises InputError for a file that cannot be read to its end (only its footer has been read
-        before), InputUnreachableError for one that is out of reach, and InputChangedError, after
-        the last table, for one that has been written to.
+        Raises:
+            InputError: The file is damaged.
+            InputUnreachableError: The file is out of reach.
+            InputChangedError: The file was modified; raised after the last table.
         """
         file = self.files[number]
         damaged = partial(unreadable, file.relative_path)
@@ -238,10 +218,10 @@ class Source:
     def _tables(
         self, number: int, columns: list[str], parquet: pq.ParquetFile
     ) -> Iterator[pa.Table]:
-        """Yield what `batches` yields, of a file that is open."""
+        """Yield the tables of an open file."""
         num_rows = 0
         expected = self.files[number].num_rows
-        for batch in stream(parquet, columns):  # pyarrow passes over those that the file lacks
+        for batch in stream(parquet, columns):  # pyarrow skips missing columns
             num_rows += len(batch)
             yield self._with_partitions(batch, number, columns)
         if num_rows != expected:
@@ -251,9 +231,7 @@ class Source:
 
     @contextmanager
     def _reading(self, number: int) -> Iterator[None]:
-        """Read a file for a `with` block: whatever happens, its having been written to is what is
-        said first.
-        """
+        """Report a modified file before any other error of the block."""
         try:
             yield
         except (InputError, OSError) as error:
@@ -264,15 +242,11 @@ class Source:
         self.check_unchanged(number)
 
     def passthrough(self, batch: pa.Table, number: int) -> list[pa.ChunkedArray]:
-        """Return the passthrough columns of a table of `batches` with their types. Raises
-        InputError.
-        """
+        """Return the passthrough columns of a table with their joint types."""
         return self._typed("input.passthrough", self.passthrough_fields, batch, number)
 
     def filtered(self, number: int) -> Iterator[pa.Table]:
-        """Stream the filter's columns of a file with their types. Raises what `batches` raises, and
-        InputError.
-        """
+        """Stream the filter columns of a file with their joint types."""
         names = list(self.options.filter_columns)
         for batch in self.batches(number, names):
             columns = self._typed("input.filter", self.filter_fields, batch, number)
@@ -296,8 +270,9 @@ class Source:
     def batches_of(
         self, number: int, columns: list[str], rows: Ints | None = None
     ) -> Iterator[pa.Table]:
-        """Stream columns of some rows of a file, or else of those that the run is about, as
-        `batches` does; a table may be without rows.
+        """Stream columns of some rows of a file (default: the rows of the run).
+
+        A table may be empty.
         """
         if rows is None and self.selection is not None:
             rows = self.selection.rows[number]
@@ -312,10 +287,7 @@ class Source:
             begin += len(batch)
 
     def ids(self, number: int) -> pa.ChunkedArray:
-        """Read the ids of a file's rows as large_string; a row with a bad one goes by its place.
-
-        Raises what `batches` raises.
-        """
+        """Read the ids of a file as large_string. Rows with a bad id get their place."""
         column = self.options.id_column
         if column is None:
             return pa.chunked_array([self._places(number, range(self.files[number].num_rows))])
@@ -349,7 +321,7 @@ class Source:
         return place < len(rows) and bool(rows[place] == key.row)
 
     def _with_partitions(self, batch: pa.Table, number: int, columns: list[str]) -> pa.Table:
-        """Add the columns that the file's path holds, and put all into the order of `columns`."""
+        """Add the columns in the file's path, and reorder to `columns`."""
         path = self.files[number].relative_path
         fields = (*self.passthrough_fields, *self.filter_fields)
         kinds = {**self.partitions, **{field.name: field.type for field in fields}}
@@ -361,11 +333,10 @@ class Source:
         return batch.select(columns)
 
     def _scanned_tables(self, file: InputFile) -> Iterable[pa.Table]:
-        """Read the scanned columns of a small file; those of a large one are read as they are
-        iterated over.
+        """Read the columns needed for planning; those of a large file lazily.
 
-        Before them, the columns that nobody reads before the end are read and dropped, so that
-        nothing is decoded if they are damaged, or have a value for which their type has no room.
+        Columns used only at the end are read and dropped first, so that damage or a value out of
+        range is found before decoding.
         """
         options = self.options
         unread = {
@@ -380,7 +351,6 @@ class Source:
         return list(batches) if file.is_small else batches
 
     def _scanned(self, key: DocumentKey, values: ReadOnly) -> ScannedRow:
-        """Collect what the plan needs of a row."""
         options = self.options
         error_class = None
         text = values[options.text_column]
@@ -396,7 +366,7 @@ class Source:
         return ScannedRow(key, text, limit, error_class)
 
     def _row(self, key: DocumentKey, columns: list[str]) -> pa.Table:
-        """Read columns of a row as a table of one row."""
+        """Read columns of one row."""
         group_rows = self.files[key.file].group_rows
         ends = list(accumulate(group_rows))
         group = bisect_right(ends, key.row)
@@ -444,14 +414,17 @@ def open_source(
     templates: Iterable[Instruction] = (),
     rule_columns: Collection[str] = (),
 ) -> Source:
-    """List and check the input; reads footers only. Selects no rows and checks no ids:
-    `select_rows` does.
+    """List and check the input; reads footers only. `select_rows` checks ids and chooses rows.
 
-    A data set of `specextend prepare` brings its ids. output: checked too, if given: it must be
-    writable and apart from the input. only: relative paths of the files that are wanted; others are
-    left out. templates: the instructions of the run's tasks. rule_columns: those that rules name.
+    Args:
+        options: Options of the input. A data set of `specextend prepare` brings its ids.
+        output: If given, it must be writable and outside the input.
+        only: Relative paths of the files to keep.
+        templates: Instructions of the tasks.
+        rule_columns: Columns named by rules.
 
-    Raises InputError (a run error, exit 2) before anything is loaded or written.
+    Raises:
+        InputError: The input cannot be used.
     """
     listing = list_input(options.path)
     if options.id_column is None:
@@ -482,11 +455,7 @@ def open_source(
 
 
 def _typed(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """Give a column the type that holds the values of all files; text that was read compact is
-    written out.
-
-    Raises ArrowException for a value that the type has no room for. Text need not be UTF-8.
-    """
+    """Cast a column to the joint type. Raises ArrowException for values out of range."""
     own = values.type
     if own == kind:
         return values

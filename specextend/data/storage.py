@@ -1,6 +1,4 @@
-"""Files on local paths and on any `pyarrow.fs` URI: read many at once, written whole or not at
-all.
-"""
+"""Read and write files on local paths and `pyarrow.fs` URIs; writes are atomic."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ from specextend.core import Checkpoint, first_line, one_line
 from specextend.folders import temporary_folder
 
 NUM_THREADS = 32
-"""Requests to a store that are under way at once: each waits for milliseconds and needs no
-processor meanwhile.
-"""
+"""Concurrent requests to a store. Threads only wait, so the number of cores does not matter."""
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 _PARAMETERS = {
     "scheme", "endpoint_override", "region", "tls_ca_file_path", "allow_bucket_creation",
@@ -34,18 +30,18 @@ _PARAMETERS = {
     "blob_storage_scheme", "dfs_storage_scheme", "tenant_id", "client_id", "user", "replication",
     "buffer_size", "default_block_size",
 }  # fmt: skip
-"""Parameters of a URI that are no secrets; any other may be one."""
+"""Harmless URI parameters. Any other parameter may be a secret."""
 NO_CREDENTIALS = (
     "must not hold credentials; give them in the environment (an unknown parameter counts as one)"
 )
-"""What is wrong with an address that `holds_secret` finds. The address itself is not repeated."""
+"""End of the message for an address with a secret. The address is never repeated."""
 _QUERY = re.compile(r"\?[\w.-]+=[^&]*(&[\w.-]+=[^&]*)*$")
-"""The parameters at the end of a URI; any other `?` belongs to the path."""
+"""Parameters at the end of a URI. Any other `?` is part of the path."""
 _GCS_RETRY_S = 60
-"""Seconds for which Google's client repeats a request; its own default is 15 minutes."""
+"""Retry limit of Google's client in seconds (its default is 15 minutes)."""
 _BLOCK_BYTES = 16 << 20
 _S3_COPY_BYTES = 5 << 30
-"""Most bytes that S3 copies in one request."""
+"""Largest object that S3 copies in one request."""
 
 
 Item = TypeVar("Item")
@@ -58,24 +54,22 @@ _MISTAKES = (
     errno.ENAMETOOLONG,
     errno.ELOOP,
 )
-"""Errors about a path that somebody gave."""
+"""Errors caused by a wrong path."""
 
 
 def is_passing(error: OSError) -> bool:
-    """Return True unless it is an error about a path, which no later try mends by itself."""
+    """Return False for an error about the path itself, where a retry is useless."""
     return error.errno not in _MISTAKES
 
 
 class OutOfReachError(OSError):
-    """A file that cannot be read now, which says nothing about what it holds."""
+    """The file cannot be read now; its content is unknown."""
 
 
 def is_away(error: BaseException) -> bool:
-    """Return True for an error of the system or of a store, or for a lack of memory, and False for
-    what does not parse.
+    """Return True if the system or the store failed, False if the content does not parse.
 
-    pyarrow raises a plain OSError without a number for what does not parse, and for some errors of
-    stores.
+    pyarrow raises a plain OSError without errno in both cases.
     """
     if not isinstance(error, OSError):
         return isinstance(error, MemoryError)
@@ -84,61 +78,60 @@ def is_away(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A path on a file system. Pickles, without its gate, so it can be sent to another process."""
+    """A path on a file system. The gate is not pickled."""
 
     filesystem: fs.FileSystem
     path: str
     gate: Checkpoint | None = field(default=None, compare=False, repr=False)
-    """Called before every write here and below; may raise. None allows everything."""
+    """Called before every write at or below this path; may raise."""
 
     def __reduce__(self) -> tuple[type[Location], tuple[fs.FileSystem, str]]:
         return Location, (self.filesystem, self.path)
 
     @property
     def info(self) -> fs.FileInfo:
-        """Ask what there is."""
+        """File info from the file system."""
         return self.filesystem.get_file_info(self.path)
 
     @property
     def is_local(self) -> bool:
-        """Return True if it is on this machine's file system."""
+        """True on the local file system."""
         return isinstance(self.filesystem, fs.LocalFileSystem)
 
     @property
     def name(self) -> str:
-        """Return the last component of the path."""
+        """Last component of the path."""
         return self.path.rsplit("/", 1)[-1]
 
     @property
     def parent(self) -> Location:
-        """Return the folder it is in."""
+        """Folder of the path."""
         return replace(self, path=self.path.rsplit("/", 1)[0] or "/")
 
     def child(self, *names: str) -> Location:
-        """Return the location of `names` below this one."""
+        """Return the location of `names` below this path."""
         return replace(self, path="/".join([self.path.rstrip("/"), *names]))
 
     def behind(self, gate: Checkpoint) -> Location:
-        """Return the same place with a gate that is called before its writes, such as a lock's."""
+        """Return the same location with `gate` called before each write."""
         return replace(self, gate=gate)
 
     def check(self) -> None:
-        """Ask the gate before something here changes; it may raise."""
+        """Call the gate; it may raise."""
         if self.gate is not None:
             self.gate()
 
 
 def is_uri(path: str) -> bool:
-    """Return True if `path` names its file system (`s3://...`), False for a local path."""
+    """Return True if `path` names its file system (`s3://...`)."""
     return "://" in path
 
 
 def holds_secret(uri: str) -> bool:
-    """Return True if a URI may contain a password, a key or a token: as its user, or as a parameter
-    that is not known.
+    """Return True if a URI may contain a password, key or token.
 
-    Users that are none: a container (`abfs://container@account`), `gs://anonymous@bucket`, and the
-    user of HDFS.
+    Unknown parameters and users count as secrets, except the container in
+    `abfs://container@account`, `gs://anonymous@bucket` and HDFS users.
     """
     if not is_uri(uri):
         return False
@@ -155,18 +148,18 @@ def holds_secret(uri: str) -> bool:
 
 
 def resolve(uri: str) -> Location:
-    """Locate a path or URI (`file://`, `s3://`, `gs://`, ...); a relative path starts at the
-    current folder.
+    """Locate a path or URI (`file://`, `s3://`, `gs://`, ...).
 
-    The path of a URI is taken as it is written, as the stores' own tools take it: `s3://bucket/a
-    b#1%20c` is the key `a b#1%20c`. Parameters may follow it (`?region=eu-west-1`). A `file://` URI
-    is percent-encoded and has none. Raises ValueError, in one line, for a URI that contains a
-    secret or whose file system cannot be opened; OSError if its store does not answer (S3 is asked
-    for the bucket's region).
+    The path of a URI is taken literally: `s3://bucket/a b#1%20c` is the key `a b#1%20c`, and
+    parameters may follow (`?region=eu-west-1`). Only `file://` URIs are percent-encoded.
+
+    Raises:
+        ValueError: The URI contains a secret, or its file system cannot be opened.
+        OSError: The store does not answer.
     """
     if not uri:
         raise ValueError("a path must not be empty")
-    # its text would be in messages, manifests and reports, so it is not repeated here either
+    # The text would end up in messages, manifests and reports.
     if holds_secret(uri):
         raise ValueError(f"a URI {NO_CREDENTIALS}")
     if uri.startswith("file://"):
@@ -178,7 +171,7 @@ def resolve(uri: str) -> Location:
     try:
         filesystem, path = fs.FileSystem.from_uri(_encoded(uri))
     except OSError as error:
-        # Arrow says only in words that S3 has answered so
+        # Arrow reports a missing bucket only in the message.
         if not re.search("Bucket '.*' not found", str(error)):
             raise OSError(f"{uri} cannot be reached: {first_line(error)}; run again") from error
         raise ValueError(f"cannot open {uri}: {first_line(error)}") from error
@@ -190,15 +183,13 @@ def resolve(uri: str) -> Location:
 
 
 def path_below(uri: str, name: str) -> str:
-    """Return a path or URI with a name behind its path, before its parameters."""
+    """Append `name` to the path of a URI, before its parameters."""
     place = uri[: found.start()] if is_uri(uri) and (found := _QUERY.search(uri)) else uri
     return f"{place.rstrip('/')}/{name}{uri[len(place) :]}"
 
 
 def _split(uri: str) -> tuple[str, str, str, str]:
-    """Split a URI into scheme, authority, path with its first slash, and parameters without their
-    question mark.
-    """
+    """Split a URI into scheme, authority, path (with `/`) and parameters (without `?`)."""
     scheme, _, rest = uri.partition("://")
     found = _QUERY.search(rest)
     rest, query = (rest[: found.start()], found[0][1:]) if found else (rest, "")
@@ -207,7 +198,7 @@ def _split(uri: str) -> tuple[str, str, str, str]:
 
 
 def _local_path(uri: str) -> str:
-    """Return the path of a `file://` URI. Raises ValueError if it has none."""
+    """Return the path of a `file://` URI."""
     path = unquote(uri.removeprefix("file://").removeprefix("localhost"))
     if not path.startswith("/"):
         raise ValueError(
@@ -217,8 +208,9 @@ def _local_path(uri: str) -> str:
 
 
 def _encoded(uri: str) -> str:
-    """Percent-encode a URI, and add parameters: on S3 small files are uploaded in one request, so
-    that none appears in halves, and Google's store is given up after a minute.
+    """Percent-encode a URI and add our parameters.
+
+    On S3, small files are uploaded in one request, so readers never see half a file.
     """
     scheme, authority, path, query = _split(uri)
     wanted = {"s3": "allow_delayed_open=true", "gs": f"retry_limit_seconds={_GCS_RETRY_S}"}.get(
@@ -231,21 +223,19 @@ def _encoded(uri: str) -> str:
 
 
 def exists(location: Location) -> bool:
-    """Return True if there is a file or folder."""
+    """Return True if a file or folder exists."""
     return location.info.type != fs.FileType.NotFound
 
 
 def is_folder(location: Location) -> bool:
-    """Return True if there is a folder."""
+    """Return True if a folder exists."""
     return location.info.type == fs.FileType.Directory
 
 
 def check_writable(folder: Location) -> None:
-    """Raise ValueError, in one line, if a folder is missing and cannot be made, or cannot be
-    written to.
+    """Raise ValueError if a folder cannot be created or written to.
 
-    On an object store only the bucket is looked for; whether it accepts files shows with the first
-    one.
+    On an object store only the bucket is checked.
     """
     if folder.is_local:
         there = folder
@@ -257,13 +247,13 @@ def check_writable(folder: Location) -> None:
             raise ValueError(f"{there.path} cannot be written to")
     elif folder.filesystem.type_name in _OBJECT_STORES:
         bucket = Location(folder.filesystem, folder.path.split("/", 1)[0])
-        with suppress(OSError):  # rights on a prefix need not hold for its bucket
+        with suppress(OSError):  # A key may have rights on a prefix only.
             if not exists(bucket):
                 raise ValueError(f"there is no bucket {bucket.path}")
 
 
 def read_bytes(location: Location) -> bytes | None:
-    """Read the content of a file; None if there is none."""
+    """Return the content of a file; None if it does not exist."""
     try:
         with location.filesystem.open_input_stream(location.path) as stream:
             return stream.read()
@@ -272,10 +262,11 @@ def read_bytes(location: Location) -> bytes | None:
 
 
 def read_parsed(location: Location, parse: Callable[[bytes], Value]) -> Value | None:
-    """Parse the content of a file; None if there is none. What does not parse is read once more.
+    """Parse a file; None if it does not exist. Content that does not parse is read twice.
 
-    Raises the ValueError of `parse` for what a file holds, and OSError for a file that is out of
-    reach.
+    Raises:
+        ValueError: Raised by `parse` for bad content.
+        OSError: The file is out of reach.
     """
     data = read_bytes(location)
     if data is None:
@@ -289,10 +280,16 @@ def read_parsed(location: Location, parse: Callable[[bytes], Value]) -> Value | 
 def read_again(
     location: Location, read: Callable[[pa.NativeFile], Value], num_bytes: int | None = None
 ) -> Value:
-    """Read a file that did not parse once more. num_bytes: its size, as a listing names it.
+    """Read a file again after its content did not parse.
 
-    Raises OutOfReachError if the store fails or sends less than there is. What `read` raises is
-    then about what the file holds.
+    Args:
+        location: The file.
+        read: Reads the open file.
+        num_bytes: Size of the file in the listing, if known.
+
+    Raises:
+        OutOfReachError: The store failed or sent fewer bytes than the file has. Any other exception
+            of `read` is about the content.
     """
     try:
         witness = _Witness(location.filesystem.open_input_file(location.path), num_bytes)
@@ -313,13 +310,10 @@ def out_of_reach(location: Location, error: Exception) -> OutOfReachError:
 
 
 class _Witness:
-    """A file that remembers what was wrong with reading it: pyarrow's errors do not tell that from
-    what it holds.
-    """
+    """A file that records read failures, which pyarrow's errors hide."""
 
     def __init__(self, file: pa.NativeFile, num_bytes: int | None):
         self._file = file
-        # and no other way to its bytes
         self.seek = file.seek
         self.tell = file.tell
         self.close = file.close
@@ -331,11 +325,12 @@ class _Witness:
             )
 
     def read(self, size: int) -> bytearray:
-        """Read as a file does. Raises OSError if less comes than there is."""
+        """Read up to `size` bytes. Raises OSError if the store sends fewer than the file has."""
         begin = self._file.tell()
         wanted = min(size, max(0, self._num_bytes - begin))
         try:
-            # of an empty body pyarrow says that it filled the buffer: no last byte is equal to both
+            # For an empty response pyarrow leaves the buffer as it was and reports success. The
+            # last byte cannot equal both fillers.
             for filler in (b"\x00", b"\xff"):
                 data = bytearray(filler * wanted)
                 self._file.seek(begin)
@@ -348,12 +343,12 @@ class _Witness:
 
     @property
     def closed(self) -> bool:
-        """Return True once the file is closed."""
+        """True once the file is closed."""
         return bool(self._file.closed)
 
 
 def write_bytes(location: Location, data: bytes) -> None:
-    """Write a file whole or not at all, in place of one that may be there; make its folder."""
+    """Write a file atomically; create its folder."""
     if not location.is_local:
         _upload(location, pa.py_buffer(data), is_small=True)
         return
@@ -362,7 +357,7 @@ def write_bytes(location: Location, data: bytes) -> None:
 
 
 def delete(location: Location) -> None:
-    """Delete a file if there is one."""
+    """Delete a file if it exists."""
     location.check()
     try:
         location.filesystem.delete_file(location.path)
@@ -373,12 +368,12 @@ def delete(location: Location) -> None:
 
 
 def list_files(folder: Location) -> list[str]:
-    """List a folder's files, sorted and without temporary files; none if there is no folder."""
+    """List the files of a folder, sorted, without hidden files."""
     return sorted(file_sizes(folder))
 
 
 def file_sizes(folder: Location) -> dict[str, int]:
-    """Return the bytes of the files that `list_files` lists, by name."""
+    """Return the size in bytes of each file of a folder, without hidden files."""
     return {
         info.base_name: info.size
         for info in _infos(folder)
@@ -387,7 +382,7 @@ def file_sizes(folder: Location) -> dict[str, int]:
 
 
 def list_folders(folder: Location) -> list[str]:
-    """List a folder's folders, sorted and without hidden ones; none if there is no folder."""
+    """List the folders in a folder, sorted, without hidden folders."""
     names = (info.base_name for info in _infos(folder) if info.type == fs.FileType.Directory)
     return sorted(name for name in names if not name.startswith("."))
 
@@ -398,9 +393,7 @@ def _infos(folder: Location) -> list[fs.FileInfo]:
 
 @contextmanager
 def atomic_output(location: Location) -> Iterator[str]:
-    """Yield a local path to write to; its content appears at `location` when the block ends, never
-    if it raises.
-    """
+    """Yield a local path to write to; the file appears at `location` if the block succeeds."""
     if not location.is_local:
         with temporary_folder() as folder:
             path = os.path.join(folder, "output")
@@ -424,21 +417,19 @@ def atomic_output(location: Location) -> Iterator[str]:
 
 
 def remove_temporary_files(folder: Location) -> None:
-    """Remove what killed writers have left in a folder; only its one writer may call it."""
+    """Delete leftovers of killed writers. Only the folder's single writer may call it."""
     for info in _infos(folder):
         if info.is_file and re.fullmatch(r"\..*\.tmp", info.base_name):
             delete(folder.child(info.base_name))
 
 
 def _temporary(location: Location) -> Location:
-    """Choose a place beside the target, so that renaming is atomic; hidden, so that no reader takes
-    it for data.
-    """
+    """Return a hidden name in the target's folder, so that renaming is atomic."""
     return location.parent.child(f".{location.name}.{secrets.token_hex(4)}.tmp")
 
 
 def _sync(path: str) -> None:
-    """Make a file or a folder's entries durable."""
+    """Flush a file or a folder's entries to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -447,11 +438,10 @@ def _sync(path: str) -> None:
 
 
 def _upload(location: Location, data: pa.Buffer, *, is_small: bool) -> None:
-    """Write a whole file to another file system; what is there remains as it was until all of it
-    has arrived.
+    """Upload a file; readers see the previous file until the upload is complete.
 
-    is_small: an object store takes it in one request. Other data is written under a hidden name,
-    then renamed, if the store renames such a file in one request.
+    Data sent in several requests goes to a hidden name first if the store can rename it in one
+    request.
     """
     kind = location.filesystem.type_name
     is_store = kind in _OBJECT_STORES
@@ -463,7 +453,7 @@ def _upload(location: Location, data: pa.Buffer, *, is_small: bool) -> None:
         location.filesystem.create_dir(location.parent.path, recursive=True)
     target = _temporary(location) if moves else location
     try:
-        # closing the stream shows the bytes, so nothing but the store may fail in between
+        # Closing the stream publishes the bytes, so nothing else may fail inside the block.
         with target.filesystem.open_output_stream(target.path, compression=None) as stream:
             for begin in range(0, len(data), _BLOCK_BYTES):
                 stream.write(data[begin : begin + _BLOCK_BYTES])
@@ -472,7 +462,7 @@ def _upload(location: Location, data: pa.Buffer, *, is_small: bool) -> None:
             location.filesystem.move(target.path, location.path)
     except BaseException:
         if moves:
-            with suppress(OSError):  # it is no data to anybody, and the next start removes it
+            with suppress(OSError):  # The next start removes it.
                 location.filesystem.delete_file(target.path)
         raise
 
@@ -484,12 +474,18 @@ def in_order(
     cost: Callable[[Item], int] = lambda item: 0,
     most: int = 0,
 ) -> Iterator[Value]:
-    """Yield what `function` returns for each item, in their order; it is called in a bounded pool
-    of threads.
+    """Call `function` for each item in a thread pool; yield the results in order.
 
-    cost: of an item; those that are under way, or whose results were not taken yet, cost at most
-    `most` together, or are a single one. An exception is raised where the result would be; what has
-    not begun by then never does.
+    Args:
+        function: Called in a thread.
+        items: Its arguments.
+        cost: Cost of an item.
+        most: Limit for the summed cost of items in progress or not yet consumed. A single item may
+            exceed it.
+
+    Raises:
+        Exception: Any exception of `function`, at its place in the order. No further call is
+            started.
     """
     started: deque[tuple[Future[Value], int]] = deque()
     total = 0
