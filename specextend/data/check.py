@@ -1,7 +1,6 @@
-"""What the files and columns of an input are: checked before a model is loaded, guessed for a
-configuration.
+"""Check the files and columns of an input, guess its columns, and repartition files.
 
-And the rewriting of files whose row groups are too large.
+Begin at `check_input`, which reads footers before a model is loaded.
 """
 
 import hashlib
@@ -50,18 +49,18 @@ from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, TextColumns, sum
 from specextend.data.storage import Location, atomic_output, in_order
 
 MAX_GROUP_BYTES = 1 << 30
-"""Most bytes that the columns of a document may take when they are read from a row group: a worker
-holds it.
-"""
+"""Largest memory for the document columns of a row group, which a worker holds."""
 MOST_PROBLEMS = 5
-"""Most files that one message describes; the others are counted."""
+"""Number of files described in a message."""
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _INTEGER = re.compile(r"-?[0-9]{1,9}")
 
 
 def ask(location: Location, name: str) -> fs.FileInfo:
-    """Ask the store about a file, called `name` in messages. Raises InputUnreachableError if it
-    does not answer.
+    """Return the info of a file, called `name` in messages.
+
+    Raises:
+        InputUnreachableError: The store does not answer.
     """
     try:
         return location.info
@@ -72,12 +71,14 @@ def ask(location: Location, name: str) -> fs.FileInfo:
 def check_input(
     listing: Listing, reader: RowReader, output: OutputOptions | None = None
 ) -> tuple[tuple[InputFile, ...], tuple[pa.Field, ...], tuple[pa.Field, ...]]:
-    """Check the files; return them with their row counts, the fields of the passthrough columns,
-    and those of the filter's.
+    """Check all files in parallel.
 
-    Several files are looked at at once. The first file whose store does not answer ends the check:
-    it will not answer for the next one either. Raises InputError in one line, which tells of all
-    unusable files.
+    Returns:
+        The files with their row counts, the passthrough fields, and the filter fields.
+
+    Raises:
+        InputError: The message lists all unusable files.
+        InputUnreachableError: The store does not answer for a file.
     """
     options = reader.options
     check_names(options, output or OutputOptions(path="unused"))
@@ -106,7 +107,7 @@ def check_input(
 
 
 def _check_case(name: str, kind: pa.DataType) -> None:
-    """Raise InputError for fields, at any depth, between which a filter cannot choose."""
+    """Raise InputError if nested fields differ only in case, which SQL cannot tell apart."""
     seen: dict[str, str] = {}
     for each in map(kind.field, range(kind.num_fields)):
         key = each.name.lower()
@@ -122,8 +123,8 @@ def _check_case(name: str, kind: pa.DataType) -> None:
 def _check_file(
     root: Location, reader: RowReader, numbered: tuple[int, str, int]
 ) -> tuple[InputFile, pa.Schema] | str:
-    """Check one file; return it with its schema, or what is wrong with it. numbered: its number,
-    path and size. Raises InputUnreachableError.
+    """Check a file, given its number, path and size. Return it with its schema, or else the
+    problem.
     """
     options = reader.options
     number, name, size = numbered
@@ -146,7 +147,7 @@ def _check_file(
                     "write the Parquet, to TIMESTAMP in micro- or nanoseconds"
                 )
             largest = largest_group_bytes(parquet, reader.document_columns)
-            if largest > MAX_GROUP_BYTES:  # a worker reads all of it for one document
+            if largest > MAX_GROUP_BYTES:  # a worker reads the whole group for a document
                 raise InputError(
                     f"{name} has a row group that takes {largest / (1 << 30):.1f} GiB to read; "
                     "write it in smaller ones: specextend prepare repartition INPUT --output FOLDER"
@@ -164,9 +165,7 @@ def _check_file(
 
 
 def _group_rows(metadata: pq.FileMetaData) -> tuple[int, ...]:
-    """Return the rows of each row group. Raises ArrowInvalid if they are impossible or do not add
-    up.
-    """
+    """Return the rows of each row group. Raises ArrowInvalid if the counts are inconsistent."""
     rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     if sum(rows) != metadata.num_rows or min(rows, default=0) < 0:
         raise pa.ArrowInvalid(
@@ -177,14 +176,14 @@ def _group_rows(metadata: pq.FileMetaData) -> tuple[int, ...]:
 
 
 def footer_sha256(file: pa.NativeFile) -> str:
-    """Hash a Parquet file's footer: its schema, its row groups and the places of their data."""
+    """Return the SHA-256 of a Parquet footer: schema, row groups, places of the data."""
     size = file.size()
     length = int.from_bytes(file.read_at(8, size - 8)[:4], "little") + 8
     return hashlib.sha256(file.read_at(length, size - length)).hexdigest()
 
 
 def check_names(options: InputOptions, output: OutputOptions) -> None:
-    """Raise InputError if two columns of the results would have one name."""
+    """Raise InputError if two result columns would have the same name."""
     fields = [field.name for field in answer_fields(output.json_schema)]
     passthrough = options.copied_columns
     columns = TextColumns(output.column, output.json_schema, has_confidence=output.confidence)
@@ -215,9 +214,7 @@ def check_names(options: InputOptions, output: OutputOptions) -> None:
 
 
 def check_task_columns(passthrough: Collection[str], columns: TextColumns) -> None:
-    """Raise InputError if two tasks of a run, or one and a passthrough column, would make columns
-    of one name.
-    """
+    """Raise InputError if tasks or passthrough columns would share a column name."""
     names = [field.name.lower() for field in summary_fields(columns)] if columns.others else []
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(
@@ -235,16 +232,19 @@ _OF_INPUT = {
     "reference_column": (is_text, "a string column"),
     "instruction_column": (is_text, "a string column"),
 }
-"""Columns that have a use: which types they may have, and how that is said."""
+"""Allowed types of each option's column, with their description."""
 
 
 def check_columns(
     file: str, schema: pa.Schema, reader: RowReader, *, others_may_have: Collection[str] = ()
 ) -> None:
-    """Raise InputError for a configured column that a file, or a batch, does not have, or that has
-    a wrong type.
+    """Raise InputError for a configured column that is missing or has a wrong type.
 
-    others_may_have: passthrough columns that the file may lack.
+    Args:
+        file: Name of the file or batch.
+        schema: Its schema.
+        reader: Options and templates that name columns.
+        others_may_have: Passthrough columns that may be missing.
     """
     options = reader.options
     for name, (is_right, what) in _OF_INPUT.items():
@@ -272,7 +272,7 @@ def check_columns(
 
 
 def _field(file: str, schema: pa.Schema, column: str, option: str) -> pa.Field:
-    """Return the field of a column. Raises InputError unless a file has one of that name."""
+    """Return the field of a column. Raises InputError unless exactly one exists."""
     found = schema.get_all_field_indices(column)
     if not found:
         raise _no_column(file, schema, column, option)
@@ -292,9 +292,7 @@ def _no_column(file: str, schema: pa.Schema, column: str, option: str) -> InputE
 
 
 def _check_fields(what: str, kind: pa.DataType, names: Iterable[str]) -> None:
-    """Raise InputError unless a column that is a struct has a field, which has the next field, and
-    so on.
-    """
+    """Raise InputError unless the nested struct fields `names` exist."""
     for name in names:
         if not pa.types.is_struct(kind) or hasattr(dict, name):
             return
@@ -310,10 +308,10 @@ def _check_fields(what: str, kind: pa.DataType, names: Iterable[str]) -> None:
 def _joint_type(
     option: str, column: str, schemas: Mapping[str, pa.Schema], in_paths: Mapping[str, pa.DataType]
 ) -> pa.DataType:
-    """Find a type for a column of an option that holds the values of all files.
+    """Return a type for a column's values in all files.
 
-    A file that lacks the column, or has no values in it, takes the type of the others. Raises
-    InputError if there is no such type, and for a column that no file has.
+    Files without the column, or without values in it, take the type of the others. Raises
+    InputError if there is no common type, or no file has the column.
     """
     own = {
         name: schema.field(column).type
@@ -323,7 +321,7 @@ def _joint_type(
     if not own and column not in in_paths:
         raise _no_column(*next(iter(schemas.items())), column, option)
     typed = {name: kind for name, kind in own.items() if not pa.types.is_null(kind)}
-    # Without values anywhere: a type that every reader knows.
+    # Without any values, choose a type known to every reader.
     first, kind = next(iter(typed.items()), ("", in_paths.get(column, pa.string())))
     for name, other in typed.items():
         try:
@@ -346,9 +344,7 @@ def _joint_type(
 
 
 def partition_values(relative_path: str) -> dict[str, str | None]:
-    """Return the columns in a file's path with their values as text: `year=2026/a.parquet` has
-    `{"year": "2026"}`.
-    """
+    """Return the columns in a path: `year=2026/a.parquet` has `{"year": "2026"}`."""
     pairs = (folder.partition("=") for folder in relative_path.split("/")[:-1] if "=" in folder)
     return {
         unquote(name): None if value == _NULL else unquote(value)
@@ -358,10 +354,8 @@ def partition_values(relative_path: str) -> dict[str, str | None]:
 
 
 def partition_types(relative_paths: Iterable[str]) -> dict[str, pa.DataType]:
-    """Return the type of each column in the paths: int32 if all its values are integers, otherwise
+    """Return the type of each column in the paths, as pyarrow does: int32 for integers, else
     string.
-
-    That is how pyarrow reads such folders, too.
     """
     values: dict[str, set[str]] = {}
     for path in relative_paths:
@@ -374,9 +368,8 @@ def partition_types(relative_paths: Iterable[str]) -> dict[str, pa.DataType]:
 
 
 def partition_column(relative_path: str, column: str, kind: pa.DataType, num_rows: int) -> pa.Array:
-    """Return a file's value of a column in its path, once for each row; null if the path has none.
-
-    Raises ArrowException for a value that the type does not have.
+    """Return a path's value of a column for each row, or nulls. Raises ArrowException for a value
+    of another type.
     """
     value = partition_values(relative_path).get(column)
     if value is None:
@@ -385,10 +378,14 @@ def partition_column(relative_path: str, column: str, kind: pa.DataType, num_row
 
 
 def repartition(path: str, output: str) -> int:
-    """Write the Parquet files of `input.path` anew in small row groups, under the same names in a
-    folder; count them.
+    """Rewrite Parquet files in row groups of about 16 MiB; return the number of files.
 
-    Streams: a row group ends at about 16 MiB. Raises InputError for files that cannot be read.
+    Args:
+        path: Input, as in `input.path`.
+        output: Folder for files of the same names.
+
+    Raises:
+        InputError: A file cannot be read.
     """
     listing = list_input(path)
     folder = check_apart(listing, output)
@@ -404,17 +401,15 @@ def repartition(path: str, output: str) -> int:
     return len(listing.sizes)
 
 
-# Which columns hold the text and the id: a guess with its reason, to begin a configuration with
+# Guess the columns of text and id for a new configuration
 
 
 SAMPLE_ROWS = 200
 _MOST_FILES = 8
-"""Files whose columns are compared."""
+"""Number of files with compared columns."""
 _ID_CHARACTERS = 64
 _ID_ROWS = 10
-"""Characters at most, on average, and rows at least, with which a column is an id without being
-named as one.
-"""
+"""Limits for a column that counts as an id without being named so: mean characters, fewest rows."""
 _TEXT_NAMES = re.compile(
     r"((full|raw|plain)_?)?(text|content|body|document|doc|article|report|html|page|passage|transcript|story)s?",
     re.I,
@@ -425,7 +420,7 @@ _ID_NAMES = re.compile(
 
 
 class Guess(NamedTuple):
-    """The columns of an input by their use, and why."""
+    """Columns of an input by use, with reasons."""
 
     text: str
     why_text: str
@@ -433,18 +428,16 @@ class Guess(NamedTuple):
     why_id: str
     others: tuple[str, ...]
     differs: str
-    """How the columns of another file differ, in one line; empty if they do not in those looked
-    at.
-    """
+    """Difference between the columns of two files in one line; empty if there is none."""
     skipped: str
-    """Numbers of other files in the folder, by extension; empty if there are none."""
+    """Number of ignored files by extension; empty without any."""
 
 
 def guess_columns(path: str) -> Guess:
-    """Look at the first rows of the first file, and at the footers of a few more.
+    """Guess columns from the first rows of a file, and the footers of a few more.
 
-    Raises InputError if there is no file, no column holds text, or what looks like the text has a
-    type that is none.
+    Raises:
+        InputError: There is no file, no column of texts, or the text has a wrong type.
     """
     listing = list_input(path)
     name = listing.relative_paths[0]
@@ -474,9 +467,7 @@ def guess_columns(path: str) -> Guess:
 
 
 def _guess_text(name: str, columns: dict[str, pa.ChunkedArray], lengths: dict[str, float]) -> str:
-    """Choose the column with the longest texts. Raises InputError if there is none, or if that or
-    one that is named as the text is no column of strings.
-    """
+    """Return the column with the longest texts. Raises InputError unless it holds strings."""
     text = max(lengths, key=lengths.__getitem__, default="")
     if not lengths.get(text):
         raise InputError(f"{name} has no column of texts; it has {', '.join(lengths)}")
@@ -496,27 +487,23 @@ def _guess_text(name: str, columns: dict[str, pa.ChunkedArray], lengths: dict[st
 def _guess_id(
     columns: dict[str, pa.ChunkedArray], lengths: dict[str, float], rows: str
 ) -> tuple[str | None, str]:
-    """Choose the id among the columns that are unique, and say why. lengths: of their texts, on
-    average.
-    """
+    """Choose an id among the unique columns. Return it with the reason."""
     values = {
-        # text as bytes, which need not be UTF-8
+        # Text as bytes, because it may not be UTF-8.
         column: (each.cast("large_binary") if is_text(each.type) else plain_text(each)).to_pylist()
         for column, each in columns.items()
         if is_id(each.type)
     }
     unique = [column for column, ids in values.items() if len({*ids} - {None, b""}) == len(ids)]
-    named = [column for column in unique if _ID_NAMES.search(column)]
-    # the shortest texts, and before them integers
-    short = [column for column in unique if lengths[column] <= _ID_CHARACTERS]
-    if named:
+    if named := [*filter(_ID_NAMES.search, unique)]:
         best = min(named, key=lambda name: (name.lower() != "id", not name.lower().endswith("id")))
         return best, f"named as an id, unique and never null in {rows}"
-    found: str | None = None
-    why = "no column is named as an id and unique"
-    if short and len(values[short[0]]) >= _ID_ROWS:
-        found = min(short, key=lengths.__getitem__)
-        why = f"unique in {rows}"
+    # Integers have length 0 and come first.
+    found = min(unique, key=lengths.__getitem__, default=None)
+    why = f"unique in {rows}"
+    if not found or lengths[found] > _ID_CHARACTERS or len(values[found]) < _ID_ROWS:
+        found = None
+        why = "no column is named as an id and unique"
     if spoilt := next(filter(_ID_NAMES.search, values), None):
         why += (
             f"; {spoilt} is named as one, but has nulls or repeats: input.on_bad_id: error takes "
@@ -526,43 +513,32 @@ def _guess_id(
 
 
 def _first_rows(parquet: pq.ParquetFile) -> pa.Table:
-    """Return the first rows of a file, fewer if they are large."""
+    """Return the first rows of a file, or fewer large rows."""
     schema = parquet.schema_arrow
     tables = gathered(stream(parquet, schema.names))
     return next(tables, schema.empty_table()).slice(0, SAMPLE_ROWS)
 
 
 def _difference(listing: Listing, schema: pa.Schema) -> str:
-    """Say how the columns of the first file that differs do; empty if none does. Raises InputError
-    if it is damaged.
-    """
+    """Describe the first file with other columns; empty if there is none."""
+    first = {*zip(schema.names, schema.types, strict=True)}
     for name, size in [*listing.sizes.items()][1:_MOST_FILES]:
         found: pa.Schema = read_file(
             listing.root.child(name), pq.read_schema, partial(unreadable, name), size
         )
-        own = _only(found, schema), _only(schema, found)
-        if any(own):
-            theirs, ours = (columns or "nothing else" for columns in own)
+        differing = first.symmetric_difference(zip(found.names, found.types, strict=True))
+        if names := ", ".join(sorted({name for name, _ in differing})):
             return (
-                f"{name} has {theirs}, {listing.relative_paths[0]} {ours}; a run needs the "
-                "columns it uses in all"
+                f"{name} and {listing.relative_paths[0]} differ in {names}; "
+                "a run needs the columns it uses in all"
             )
     return ""
 
 
-def _only(schema: pa.Schema, other: pa.Schema) -> str:
-    """Name the columns that another schema lacks, or has with another type."""
-    others = dict(zip(other.names, other.types, strict=True))
-    return ", ".join(
-        f"{field.name} ({field.type})" for field in schema if others.get(field.name) != field.type
-    )
-
-
 def _mean_length(values: pa.ChunkedArray) -> float:
-    """Return the mean number of characters in the strings of a column, also of those in lists and
-    structs.
+    """Return the mean number of characters per row, nested strings included.
 
-    Bytes count as the text that they are in UTF-8; other bytes, such as those of images, do not.
+    Bytes count only if they are UTF-8, which excludes images.
     """
     total = 0
     for leaf in (leaf for chunk in values.chunks for leaf in plain_leaves(chunk)):

@@ -1,12 +1,13 @@
-"""Whether the figures of a text are in its document: as they are, rounded, or derived from two.
+"""Find the figures of a text in its document: exact, rounded, or derived from two others.
 
-Begin at `find_figures`. A worker makes a `FigureIndex` of the document; how figures are written is
-in `data/numerals.py`.
+Begin at `find_figures`. Workers keep a `FigureIndex` of the document. `data/numerals.py` reads
+figures.
 """
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable
 from decimal import Decimal
 from functools import cached_property
 from itertools import islice, pairwise
@@ -18,21 +19,21 @@ from specextend.data.numerals import Date, Figure, figures_of, lowered
 
 Found = Literal["yes", "rounded", "derived", "no"]
 _NEAR = 100
-"""Characters on both sides of a figure that are compared with those around another."""
+"""Characters compared on both sides of a figure."""
 _MOST_PLACES = 20
-"""Places of a figure that are compared."""
+"""Most places of a figure to compare."""
 _LEAST_SHARED = 3
-"""Words that a passage must share with a sentence for a figure to be derived from it, and places
-for a figure of one or two digits to be the same: such figures are everywhere.
+"""Fewest shared words for a figure derived from a passage, or a figure of one or two digits, since
+small figures are everywhere.
 """
 _LEAST_KNOWN = 0.2
-"""Share of the words around a figure that its document has, below which its language is another."""
+"""Share of surrounding words found in the document, below which it is in another language."""
 _CONTENT = re.compile(r"[^\W\d_]{4,}")
 _PASSAGE_END = re.compile(r"[.!?]['\")\]\u201d\u2019]*\s+(?=[A-Z\u00c0-\u00de(\"\u201c])|\n\s*\n")
 
 
 class _Place(NamedTuple):
-    """Holds what was found of one figure."""
+    """Place of a figure in the document."""
 
     found: Found
     value: Decimal | Date
@@ -48,33 +49,32 @@ def find_figures(text: str, document: str) -> list[Values]:
         document: Document, in which all offsets are.
 
     Returns:
-        For each figure `text`, `kind` (`number`, `money`, `percent`, `date` or `year`), `value` in
-        digits or as a date of ISO 8601, `unit`, `found` (`yes`, `rounded`, `derived` from two
-        figures of a passage, or `no`), and `begin` and `end` of its place in characters of the
-        document. Unit and place are None if there is none.
+        For each figure: `text`; `kind` (`number`, `money`, `percent`, `date` or `year`); `value`,
+        in digits or ISO 8601; `unit`; `found` (`yes`, `rounded`, `derived` from two figures of a
+        passage, or `no`); `begin` and `end`, in characters of the document. Unit and place may be
+        None.
     """
     return FigureIndex(document).find(text)
 
 
 class FigureIndex:
-    """The figures of a document, read once for several texts."""
+    """Figures of a document, read once for several texts."""
 
     def __init__(self, document: str):
         self._low = lowered(document)
         self._document = document
         self._figures = figures_of(document)
-        self._exact: dict[Decimal | Date, list[Figure]] = {}
+        self._exact = defaultdict[Decimal | Date, list[Figure]](list)
         for figure in self._figures:
             for one in (figure, *figure.parts):
                 for value in one.values:
-                    self._exact.setdefault(value, []).append(one)
+                    self._exact[value].append(one)
                     if isinstance(value, Date) and value.year:
-                        self._exact.setdefault(Decimal(value.year), []).append(one)
-
+                        self._exact[Decimal(value.year)].append(one)
+        self._numbers = [each for each in self._figures if each.kind not in ("date", "year")]
         numbers = [
             (float(value), each)
-            for each in self._figures
-            if each.kind != "year"
+            for each in self._numbers
             for value in each.values
             if isinstance(value, Decimal)
         ]
@@ -84,32 +84,27 @@ class FigureIndex:
         """Find each figure of a text, as `find_figures` does.
 
         Args:
-            text: The text.
+            text: Text about the document.
             has_units: False for a number that may have any unit.
         """
-        return [
-            {
-                "text": text[figure.begin : figure.end],
-                "kind": figure.kind,
-                "value": str(place.value) if isinstance(place.value, Date) else f"{place.value:f}",
-                "unit": figure.unit or None,
-                "found": place.found,
-                "begin": place.begin,
-                "end": place.end,
-            }
-            for figure, place in self._places(text, has_units)
-        ]
-
-    def _places(self, text: str, has_units: bool) -> Iterator[tuple[Figure, _Place]]:
+        found: list[Values] = []
         for written in figures_of(text):
-            if not written.is_claimed:
-                continue
-            figure = written if has_units else written._replace(unit=None)
-            place = self._place_of(figure, text)
-            if place.found == "no" and figure.parts:
-                yield from ((part, self._place_of(part, text)) for part in figure.parts)
-            else:
-                yield figure, place
+            if written.is_claimed:
+                figure = written if has_units else written._replace(unit=None)
+                record = self._record(figure, text)
+                is_split = record["found"] == "no" and figure.parts
+                found += [self._record(part, text) for part in figure.parts if is_split] or [record]
+        return found
+
+    def _record(self, figure: Figure, text: str) -> Values:
+        place = self._place_of(figure, text)
+        return {
+            "text": text[figure.begin : figure.end],
+            "kind": figure.kind,
+            "unit": figure.unit or None,
+            **place._asdict(),
+            "value": str(place.value) if isinstance(place.value, Date) else f"{place.value:f}",
+        }
 
     def _place_of(self, figure: Figure, text: str) -> _Place:
         around = _words(text[max(0, figure.begin - _NEAR) : figure.end + _NEAR])
@@ -129,12 +124,12 @@ class FigureIndex:
     def _most_alike(
         self, figure: Figure, places: Iterable[Figure], around: set[str]
     ) -> Figure | None:
-        """Return the place of a figure: that with its unit, and of those the one with most words
-        around it in common; None if there are too few.
+        """Return the best place of a figure: same unit first, then most words in common. None if
+        the words do not match.
         """
         fitting = (each for each in places if _may_be(figure, each))
         ranked = [
-            (each.unit == figure.unit, self._num_shared(around, each.begin, each.end), each)
+            (each.unit == figure.unit, _num_in(self._near(each), around), each)
             for each in islice(fitting, _MOST_PLACES)
         ]
         if not ranked:
@@ -145,15 +140,14 @@ class FigureIndex:
             needed = 0
         if num_shared >= needed:
             return best
-        num_known = sum(word in self._low for word in around)
+        num_known = _num_in(self._low, around)
         return best if num_known < _LEAST_KNOWN * len(around) else None
 
-    def _num_shared(self, words: Iterable[str], begin: int, end: int) -> int:
-        near = self._low[max(0, begin - _NEAR) : end + _NEAR]
-        return sum(word in near for word in words)
+    def _near(self, figure: Figure) -> str:
+        return self._low[max(0, figure.begin - _NEAR) : figure.end + _NEAR]
 
     def _date(self, date: Date) -> _Place | None:
-        """Return the place of a date that says more, or the same without the year."""
+        """Return the place of a more precise date, or of the same date without a year."""
         for each in self._figures:
             for other in each.values:
                 if isinstance(other, Date) and _is_within(other, date):
@@ -178,42 +172,38 @@ class FigureIndex:
         return best and _Place("rounded", value, best.begin, best.end)
 
     @cached_property
-    def _passages(self) -> list[tuple[int, int, list[Figure]]]:
-        """Begin, end and numbers of each passage with two numbers or more."""
-        bounds = [0, *(found.start() for found in _PASSAGE_END.finditer(self._document))]
-        held: dict[int, list[Figure]] = {}
-        for each in self._figures:
-            if each.kind not in ("date", "year"):
-                held.setdefault(bisect_right(bounds, each.begin), []).append(each)
-        bounds.append(len(self._document))
-        return [
-            (bounds[number - 1], bounds[number], figures)
-            for number, figures in held.items()
-            if len(figures) > 1
-        ]
+    def _bounds(self) -> list[int]:
+        """Bounds of the passages."""
+        ends = (found.start() for found in _PASSAGE_END.finditer(self._document))
+        return [0, *ends, len(self._document)]
 
     def _derived(self, figure: Figure, value: Decimal, text: str) -> _Place | None:
-        """Return two neighbours in a passage about the same, of which a figure is the sum, the
-        difference, the ratio or the change in percent.
+        """Return two neighbours in a related passage with this sum, difference, ratio or change in
+        percent.
         """
         if figure.kind == "year" or value < (10 if figure.unit else 100):
             return None
         ends = [found.end() for found in _PASSAGE_END.finditer(text, 0, figure.begin)]
         end = _PASSAGE_END.search(text, figure.end)
         sentence = _words(text[(ends or [0])[-1] : end.start() if end else len(text)])
-        for first, last, figures in self._passages:
-            for one, other in pairwise(figures):
-                if one.unit == other.unit and _follows(figure, value, one, other):
-                    passage = self._low[first:last]
-                    if sum(word in passage for word in sentence) >= _LEAST_SHARED:
-                        return _Place("derived", value, one.begin, other.end)
+        for one, other in pairwise(self._numbers):
+            if one.unit == other.unit and _follows(figure, value, one, other):
+                last = bisect_right(self._bounds, one.begin)
+                passage = self._low[self._bounds[last - 1] : self._bounds[last]]
+                is_one = other.begin < self._bounds[last]
+                if is_one and _num_in(passage, sentence) >= _LEAST_SHARED:
+                    return _Place("derived", value, one.begin, other.end)
         return None
 
 
 def _may_be(figure: Figure, other: Figure) -> bool:
-    """Return True if units do not differ, or a unit other than percent is missing."""
+    """Return True if the units are equal, or a unit other than percent is missing."""
     units = {figure.unit, other.unit}
     return figure.unit is None or len(units) == 1 or ("" in units and "%" not in units)
+
+
+def _num_in(text: str, words: Iterable[str]) -> int:
+    return sum(word in text for word in words)
 
 
 def _words(text: str) -> set[str]:
@@ -225,12 +215,12 @@ def _digits(value: Decimal | Date) -> tuple[int, ...]:
 
 
 def _is_within(date: Date, other: Date) -> bool:
-    """Return True if a date is within a month, or has the day of one without a year."""
+    """Return True if a date is in the month `other`, or has the same day and month."""
     return date.month == other.month and other.day in (0, date.day) and other.year in (0, date.year)
 
 
 def _last_digit(figure: Figure, value: Decimal) -> float:
-    """Return what the last digit of a number counts that is not rounded away; 0 if it is exact."""
+    """Return the value of the last significant digit; 0 for an exact number."""
     if figure.kind == "year":
         return 0.0
     if figure.is_share:
@@ -239,8 +229,7 @@ def _last_digit(figure: Figure, value: Decimal) -> float:
     is_small = len(digits) + int(exponent) < 2 and not figure.unit
     if is_small and int(exponent) >= 0:
         return 0.0
-    significant = len(_digits(value))
-    kept = significant if figure.is_about else max(significant, 2)
+    kept = max(len(_digits(value)), 1 if figure.is_about else 2)
     zeros = max(0, len(digits) - kept) if int(exponent) >= 0 else 0
     return 10.0 ** (int(exponent) + zeros)
 

@@ -10,14 +10,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    FiniteFloat,
-    NonNegativeInt,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BeforeValidator, Field, FiniteFloat, TypeAdapter
 
 from specextend.core import Values, counted, one_line
 from specextend.data.storage import (
@@ -216,41 +209,6 @@ def parse_time(text: Any) -> float | None:
         return None
 
 
-@dataclass(frozen=True)
-class _FileFacts:
-    size: NonNegativeInt
-    rows: NonNegativeInt
-    footer_sha256: str
-
-
-@dataclass(frozen=True)
-class _Selected:
-    rows: NonNegativeInt
-    sha256: str
-
-
-@dataclass(frozen=True)
-class _Identity:
-    files: dict[str, _FileFacts]
-    hashes: dict[str, str]
-    config: Values
-    selection: _Selected | None = None
-
-
-@dataclass(frozen=True)
-class _Manifest:
-    """Schema of `_run/manifest.json`. Unknown fields are allowed."""
-
-    version: int
-    fingerprint: str
-    identity: _Identity
-    config: dict[str, Values | None]
-    models: dict[str, dict[str, str | None]] = field(default_factory=dict)
-    modified_ns: dict[str, int | None] = field(default_factory=dict)
-    selection: dict[str, NonNegativeInt] | None = None
-
-
-_MANIFEST = TypeAdapter(_Manifest)
 _Time = Annotated[float, BeforeValidator(parse_time)]
 """Seconds since the epoch, stored as ISO 8601."""
 RELEASED = "released"
@@ -356,24 +314,7 @@ def _parse(content: bytes, name: str) -> Start:
     try:
         return parse_start(json.loads(content), name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(_wrong_with(error)) from error
-
-
-def parse_manifest(content: bytes) -> Values:
-    """Parse a manifest. Raises ValueError with one line if it is invalid."""
-    try:
-        _MANIFEST.validate_json(content, strict=True)
-        return dict(json.loads(content))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(_wrong_with(error)) from error
-
-
-def _wrong_with(error: Exception) -> str:
-    """Return the first error in a record, in one line."""
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-    return f"{type(error).__name__}: {one_line(error)}"
+        raise ValueError(f"{type(error).__name__}: {one_line(error)}") from error
 
 
 def parse_start(record: Values, name: str) -> Start:

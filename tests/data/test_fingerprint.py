@@ -97,7 +97,7 @@ def test_a_moved_input_is_the_same_and_an_edited_one_is_not(tmp_path, write, man
 
 
 def test_a_manifest_is_refused_if_it_was_edited(output, manifest):
-    """The fingerprint of an edited one no longer belongs to what it says."""
+    """Its digest does not fit any more."""
     assert read_manifest(output) is None
     write_manifest(output, manifest())
     assert read_manifest(output) == manifest()
@@ -105,5 +105,5 @@ def test_a_manifest_is_refused_if_it_was_edited(output, manifest):
     edited = json.loads(path.read_text())
     edited["identity"]["config"]["tree.nodes"] = 32
     path.write_text(json.dumps(edited))
-    with pytest.raises(ValueError, match="fingerprint"):
+    with pytest.raises(ValueError, match="digest"):
         read_manifest(output)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize, unfinished
+from specextend.data.fingerprint import read_manifest, write_manifest
 from specextend.data.generic import LEAST_ANSWERS, RunWords
 from specextend.data.quality import answer_words
 from specextend.data.schema import COMMIT_SCHEMA
@@ -103,11 +104,10 @@ def test_rows_that_are_done_again_change_the_flags_of_others(source, output, tol
 def test_each_of_several_tasks_is_compared_with_itself(source, output, told, tmp_path):
     """The second task's answers are labels, which no document has: they say nothing about a document, and need not."""
     write_manifest_file(output, config_of(output.path), len(DOCUMENTS))
-    path = tmp_path / "output" / "_run" / "manifest.json"
-    manifest = json.loads(path.read_text())
+    manifest = read_manifest(output)
     second = {"output": {"column": "label", "schema": None}}
     manifest["config"]["tasks"] = {"first": {"output": {"column": "summary", "schema": None}}, "second": second}
-    path.write_text(json.dumps(manifest))
+    write_manifest(output, manifest)
     CommitWriter(output, "0000000a").commit([told(row, ANSWERS[row], "positive") for row in range(len(DOCUMENTS))])
     finalize(source, output)
     assert flagged(output) == GENERIC.keys()

@@ -1,9 +1,7 @@
 """A run of two nights: the first driver is killed, the second one ends the run. Each event has a time that we chose."""
 
-import json
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 from specextend.cluster.lock import LockHolder
 from specextend.cluster.messages import WorkerInfo
@@ -11,7 +9,7 @@ from specextend.cluster.records import StartRecord
 from specextend.config import RunConfig
 from specextend.core import Completion
 from specextend.data.commits import CommitWriter
-from specextend.data.fingerprint import VERSION, fingerprint
+from specextend.data.fingerprint import VERSION, fingerprint, write_manifest
 from specextend.data.prompts import Prompt
 from specextend.data.quality import QualityOptions, assess
 from specextend.data.schema import decoded_columns
@@ -185,8 +183,7 @@ def write_manifest_file(output, config, num_rows, digest="f" * 64):
     identity = {"files": {"a.parquet": file}, "hashes": {"target": digest}, "config": {}}
     model = {"target": {"model": "/models/target", "commit": "c0ffee"}}
     manifest = {"version": VERSION, "fingerprint": fingerprint(identity), "identity": identity, "config": values}
-    Path(output.path, "_run").mkdir(parents=True, exist_ok=True)
-    Path(output.path, "_run", "manifest.json").write_text(json.dumps(manifest | {"models": model}))
+    write_manifest(output, manifest | {"models": model})
 
 
 def write_run(folder, **report):
