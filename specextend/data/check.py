@@ -241,9 +241,6 @@ def check_columns(
     """Raise InputError for a configured column that is missing or has a wrong type.
 
     Args:
-        file: Name of the file or batch.
-        schema: Its schema.
-        reader: Options and templates that name columns.
         others_may_have: Passthrough columns that may be missing.
     """
     options = reader.options
@@ -381,7 +378,6 @@ def repartition(path: str, output: str) -> int:
     """Rewrite Parquet files in row groups of about 16 MiB; return the number of files.
 
     Args:
-        path: Input, as in `input.path`.
         output: Folder for files of the same names.
 
     Raises:

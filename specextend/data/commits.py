@@ -58,7 +58,6 @@ class CommitWriter:
     commits are ordered by (seq, run id).
 
     Args:
-        output: Output folder of the run.
         run_id: 8 hexadecimal digits.
         fingerprint: Fingerprint of the run, stored in each commit.
         origin: Provenance of the rows, stored in each commit.
@@ -100,9 +99,6 @@ def read_commit(
     """Read columns of a commit with the types of COMMIT_SCHEMA.
 
     Args:
-        output: Output folder of the run.
-        name: Name of the commit.
-        columns: Columns to read.
         fingerprint: Fingerprint that the commit should have; empty for any.
         num_bytes: Size in the listing. Only large commits are read by column.
 
@@ -233,9 +229,7 @@ def read_commits(
     Reads all columns, so that damage is found before a worker starts.
 
     Args:
-        output: Output folder of the run.
         fingerprint: Fingerprint of the run; empty for that of the manifest.
-        retry_errors: Failed tasks to repeat.
     """
     done: set[DocumentKey] = set()
     num_partial = 0
@@ -294,7 +288,6 @@ def read_results(
     MOST_BYTES of commits, rows with failed tasks, error rows, and a byte per input row.
 
     Args:
-        output: Output folder of the run.
         columns: Columns to read, including KEY_COLUMNS.
         fingerprint: As for `read_commits`.
         settled: Receives the states.

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from specextend.core import Values, counted, did_you_mean, first_line, one_line
+from specextend.core import Values, did_you_mean, first_line, one_line
 from specextend.folders import make_temporary, remove
 
 _FETCHED_ROWS = 2048
@@ -145,7 +145,6 @@ def filter_columns(text: str, option: str = "input.filter") -> tuple[str, ...]:
     """Return the columns of a condition.
 
     Args:
-        text: SQL condition.
         option: Name of the option in messages.
 
     Raises:
@@ -184,8 +183,6 @@ def matches(text: str, table: pa.Table, option: str = "input.filter") -> NDArray
     """Return a mask [N] of the rows that match; null does not match.
 
     Args:
-        text: SQL condition.
-        table: Table with the columns of `filter_columns`.
         option: Name of the option in messages.
 
     Raises:
@@ -205,9 +202,4 @@ def matches(text: str, table: pa.Table, option: str = "input.filter") -> NDArray
             f"{option} {text!r} does not fit its columns ({one_line(error)}); {types}: {_EXAMPLE}"
         ) from error
     [mask] = found.values()
-    if len(mask) != len(table):
-        raise ValueError(
-            f"{option} {text!r} gives {counted(len(mask), 'answer')} for "
-            f"{counted(len(table), 'row')}: {_EXAMPLE}"
-        )
     return np.asarray(mask, bool)

@@ -44,9 +44,6 @@ class _Place(NamedTuple):
 def find_figures(text: str, document: str) -> list[Values]:
     """Find each figure of a text in its document.
 
-    Args:
-        text: Text about the document.
-        document: Document, in which all offsets are.
 
     Returns:
         For each figure: `text`; `kind` (`number`, `money`, `percent`, `date` or `year`); `value`,
@@ -84,7 +81,6 @@ class FigureIndex:
         """Find each figure of a text, as `find_figures` does.
 
         Args:
-            text: Text about the document.
             has_units: False for a number that may have any unit.
         """
         found: list[Values] = []

@@ -87,8 +87,6 @@ def finalize(
     commit is read once, and rows are sorted in temporary files.
 
     Args:
-        source: Input of the run.
-        output: Output folder of the run.
         checkpoint: Called between tables by several threads; may raise.
         observe: Called with each table of `read_results`.
         words: Receives the content words of all answers.

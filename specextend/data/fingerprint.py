@@ -53,7 +53,6 @@ def build_manifest(
     """Build the manifest of a run.
 
     Args:
-        source: Input of the run.
         config: Configuration as JSON values (`RunConfig.model_dump(mode="json")`).
         hashes: Hashes of weights and tokenizer by name (`target`, `draft`, `tokenizer`).
         models: Requested names and resolved commits of target and draft.

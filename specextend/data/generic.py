@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from specextend.core import Values
 from specextend.data.database import Database
-from specextend.data.schema import COMMIT_SCHEMA, WORDS
+from specextend.data.schema import WORDS
 
 GENERIC = "generic"
 """Quality flag of generic answers."""
@@ -102,22 +102,14 @@ def with_flags(results: pa.Table, flagged: Mapping[int, Sequence[str]]) -> pa.Ta
     """Add the flag to results of one input file.
 
     Args:
-        results: Rows with the columns of COMMIT_SCHEMA.
         flagged: Tasks with a generic answer, by row number.
     """
-    rows = results["row"].to_pylist()
-    if flagged.keys().isdisjoint(rows):
+    if flagged.keys().isdisjoint(results["row"].to_pylist()):
         return results
-    flags = results["quality_flags"].to_pylist()
-    tasks = results["tasks"].to_pylist()
-    for place, row in enumerate(rows):
-        if row in flagged:
-            flags[place] = [*(flags[place] or ()), GENERIC]
-            for entry in tasks[place] or ():
-                if entry["name"] in flagged[row]:
-                    entry["quality_flags"] = [*(entry["quality_flags"] or ()), GENERIC]
-    for name, values in (("quality_flags", flags), ("tasks", tasks)):
-        field = COMMIT_SCHEMA.field(name)
-        index = results.schema.get_field_index(name)
-        results = results.set_column(index, field, pa.array(values, field.type))
-    return results
+    rows = results.to_pylist()
+    for row in rows:
+        if names := flagged.get(row["row"]):
+            tasks = (task for task in row["tasks"] or () if task["name"] in names)
+            for each in (row, *tasks):
+                each["quality_flags"] = [*(each["quality_flags"] or ()), GENERIC]
+    return pa.Table.from_pylist(rows, results.schema)

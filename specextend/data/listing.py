@@ -143,7 +143,6 @@ def find(
     """Find a file, the files below a folder, or the matches of a glob.
 
     Args:
-        location: Path of a file or folder, or a glob.
         hidden: Prefixes of names to ignore in a folder.
 
     Returns:

@@ -77,11 +77,14 @@ _ROUND = {
 }
 """Words that continue a number but never begin it: `dozens` is not a figure."""
 _NUMBERS = {
-    **_counted("zero one two three four five six seven eight nine ten eleven twelve"),
-    **_counted("thirteen fourteen fifteen sixteen seventeen eighteen nineteen", 13),
+    **_counted(
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+        "fifteen sixteen seventeen eighteen nineteen"
+    ),
     **_counted("twenty thirty forty fifty sixty seventy eighty ninety", 20, 10),
-    **_counted("deux trois quatre cinq six sept huit neuf dix onze douze treize", 2),
-    **_counted("quatorze quinze seize", 14),
+    **_counted(
+        "deux trois quatre cinq six sept huit neuf dix onze douze treize quatorze quinze seize", 2
+    ),
     **_counted("vingt trente quarante cinquante soixante", 20, 10),
     **_EINER,
     **_ZEHNER,

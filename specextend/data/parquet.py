@@ -48,9 +48,6 @@ def read_file(
     """Return the result of `read`. A file that does not parse is read twice.
 
     Args:
-        location: The file.
-        read: Reads the open file.
-        damaged: Makes the error for a damaged file.
         num_bytes: Size of the file in the listing.
 
     Raises:
@@ -117,7 +114,6 @@ def open_parquet(
     """Open a file for streaming.
 
     Args:
-        source: Location, or an open file.
         compact: Text columns to read as dictionaries, which hold repeated values once.
         int96_unit: Unit of INT96 times. Nanoseconds cover only the years 1678 to 2262.
     """

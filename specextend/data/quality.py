@@ -93,15 +93,9 @@ def assess(
     """Assess an answer, in time linear in its document.
 
     Args:
-        completion: Answer.
-        document: Text of the document.
         num_dropped_tokens: Tokens of the document that were not read.
-        reference: Reference summary for ROUGE, if any.
-        options: Optional measurements.
-        instruction: Instruction of the prompt.
         evidence_for: Fields with strings to find in the document; None for none.
         sources_without: Unread characters of the document, if sources are wanted.
-        examples: Texts of the examples in the prompt.
         figures_for: Fields with figures to find, empty for a text; None for none.
     """
     text = completion.text
@@ -396,8 +390,6 @@ def find_sources(text: str, document: str, left_out: range = range(0)) -> list[V
     """Find the passages that support each sentence of a text, those with its rarest words.
 
     Args:
-        text: Answer.
-        document: Text of the document.
         left_out: Characters of the document that were not read.
 
     Returns:

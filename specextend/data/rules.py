@@ -39,7 +39,6 @@ def broken_rules(output: OutputOptions, made: ReadOnly, passed: pa.Table | None)
     """Return the flags of rules that fail.
 
     Args:
-        output: Options with the rules.
         made: Columns of the document's row.
         passed: Passthrough columns named by rules, as a table of one row.
     """

@@ -122,8 +122,6 @@ def select_rows(
     earlier run.
 
     Args:
-        source: Source with all rows of the input.
-        earlier: Outputs of earlier runs (`find_earlier`).
         notes: Notes about earlier runs to keep with the selection.
         checkpoint: Called between tables; may raise.
 
@@ -346,8 +344,6 @@ def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> So
 
     Args:
         source: Source with the remaining files of the run.
-        output: Output folder of the run.
-        manifest: Manifest of the run.
 
     Raises:
         InputError: The file is damaged.
@@ -413,10 +409,8 @@ def find_earlier(
     """Find the outputs of `input.except_done_in` with rows that count as done.
 
     Args:
-        paths: Output folders, or globs of them.
         own: Output folder of this run, which is skipped.
         manifest: Manifest of this run before rows are selected.
-        checkpoint: Called for each folder; may raise.
 
     Returns:
         The outputs, and notes about outputs of other configurations and unfinished runs.

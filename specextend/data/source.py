@@ -420,8 +420,6 @@ def open_source(
         options: Options of the input. A data set of `specextend prepare` brings its ids.
         output: If given, it must be writable and outside the input.
         only: Relative paths of the files to keep.
-        templates: Instructions of the tasks.
-        rule_columns: Columns named by rules.
 
     Raises:
         InputError: The input cannot be used.

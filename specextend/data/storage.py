@@ -283,8 +283,6 @@ def read_again(
     """Read a file again after its content did not parse.
 
     Args:
-        location: The file.
-        read: Reads the open file.
         num_bytes: Size of the file in the listing, if known.
 
     Raises:
@@ -477,8 +475,6 @@ def in_order(
     """Call `function` for each item in a thread pool; yield the results in order.
 
     Args:
-        function: Called in a thread.
-        items: Its arguments.
         cost: Cost of an item.
         most: Limit for the summed cost of items in progress or not yet consumed. A single item may
             exceed it.

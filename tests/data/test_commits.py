@@ -1,54 +1,39 @@
-"""The parts are the only record of what is done."""
+"""The commits are the only record of what is done."""
 
-import pyarrow.parquet as pq
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specextend.core import DocumentKey
-from specextend.data.commits import (
-    KEY_COLUMNS,
-    CommitWriter,
-    StrangeCommitError,
-    commit_of,
-    pending,
-    read_commits,
-    read_results,
-)
+from specextend.data.commits import KEY_COLUMNS, CommitWriter, pending, read_commits, read_results
+from tests.data.conftest import location
+from tests.properties.rows import done, failed, in_a_folder
+
+OUTCOMES = st.sampled_from(["done", "passing", "final"])
+KEYS = [DocumentKey(0, row) for row in range(4)]
 
 
-def test_done_beats_error_and_later_beats_earlier(output, done, failed):
-    """A run id is random: order by it and a retried row would be an error again in half of all runs."""
-    CommitWriter(output, "ffffffff").commit([done(0, 0), failed(0, 1, "Early"), failed(0, 2), failed(1, 0, "Early")])
-    CommitWriter(output, "00000000").commit([failed(0, 0), failed(0, 1, "Late"), done(0, 2)])
-    progress = read_commits(output)
-    assert progress.done == {DocumentKey(0, 0), DocumentKey(0, 2)}
-    assert progress.errors == {DocumentKey(0, 1): "Late", DocumentKey(1, 0): "Early"}
-    origins = {
-        key: commit_of(table)[5:13]
-        for table in read_results(output, KEY_COLUMNS)
-        for key in zip(table["file"].to_pylist(), table["row"].to_pylist(), strict=True)
-    }
-    late, early = "0" * 8, "f" * 8
-    assert origins == {(0, 0): early, (0, 2): late, (0, 1): late, (1, 0): early}
+@settings(max_examples=40)
+@given(st.lists(st.dictionaries(st.sampled_from(KEYS), OUTCOMES), max_size=5), st.randoms())
+def test_done_beats_error_and_later_beats_earlier(starts, draw):
+    """A run id is random: order by it and a retried row would be an error again in half of all runs. The latest error
+    says whether another try may mend it; an empty text fails every night.
+    """
 
+    def check(folder):
+        output = location(folder)
+        best = {}
+        for number, start in enumerate(starts):
+            errors = {key: {"error_class": f"E{number}", "retryable": start[key] == "passing"} for key in start}
+            rows = [done(key) if start[key] == "done" else failed(key) | errors[key] for key in start]
+            CommitWriter(output, f"{draw.getrandbits(32):08x}").commit(rows)
+            best |= {key: (start[key], f"E{number}") for key in start if best.get(key, [""])[0] != "done"}
+        progress = read_commits(output)
+        assert progress.done == {key for key, (outcome, _) in best.items() if outcome == "done"}
+        assert progress.errors == {key: error for key, (outcome, error) in best.items() if outcome != "done"}
+        for retry, again in {"none": (), "retryable": ("passing",), "all": ("passing", "final")}.items():
+            wanted = [key for key in KEYS if key not in best or best[key][0] in again]
+            assert list(pending([range(4)], progress, retry_errors=retry)) == wanted
+        rows = [row for table in read_results(output, KEY_COLUMNS) for row in table["row"].to_pylist()]
+        assert sorted(rows) == sorted(key.row for key in best), "each row counts once"
 
-def test_only_error_rows_that_another_try_may_mend_are_retried_unless_all_are_asked_for(output, done, failed):
-    """A null text fails every night; what its latest row says of it counts, not what an earlier one said."""
-    outage = {"retryable": True}
-    rows = [failed(0, 0), failed(0, 1) | outage, failed(0, 2), failed(0, 3) | outage, failed(0, 4)]
-    CommitWriter(output, "ffffffff").commit(rows)
-    CommitWriter(output, "00000000").commit([failed(0, 2) | outage, failed(0, 3), done(0, 4)])
-    progress = read_commits(output)
-    assert list(pending([range(5)], progress)) == []
-    assert list(pending([range(5)], progress, retry_errors="retryable")) == [DocumentKey(0, 1), DocumentKey(0, 2)]
-    assert list(pending([range(5)], progress, retry_errors="all")) == [DocumentKey(0, row) for row in range(4)]
-
-
-def test_a_part_says_which_run_it_is_of(output, done):
-    """One of another run is refused."""
-    name = CommitWriter(output, "0000000a", "beef" * 16).commit([done(0, 0)])
-    CommitWriter(output, "0000000b").commit([done(0, 1)])
-    metadata = pq.read_schema(f"{output.path}/_run/parts/{name}").metadata
-    assert metadata[b"specextend.run_id"] == b"0000000a"
-    assert read_commits(output, "beef" * 16).done == {DocumentKey(0, 0), DocumentKey(0, 1)}
-    with pytest.raises(StrangeCommitError, match=f"{name} is a commit of another run"):
-        read_commits(output, "cafe" * 16)
+    in_a_folder(check)

@@ -1,6 +1,7 @@
 """Figures of a text, sought in its document: in any format, rounded, derived, or not there."""
 
 import re
+from calendar import month_name
 from datetime import date
 from decimal import Decimal
 
@@ -13,29 +14,12 @@ from specextend.core import Completion
 from specextend.data.quality import QualityOptions, assess
 from specextend.stats import DecodingStats
 
-ONES = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-]
-TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+ONES = re.findall(
+    r"\w+",
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen",
+)
+TENS = re.findall(r"\w+", "twenty thirty forty fifty sixty seventy eighty ninety")
 DOCUMENT = "The report says that the agency paid {} for harbours in the northern region, and that the committee agreed."
 
 
@@ -78,25 +62,11 @@ SUMS = {
     "Mio": lambda n: f"{n / 10**6:f}".replace(".", ",") + " Mio. Dollar",
     "bn": lambda n: f"US${n / 10**9:f}bn",
 }
-MONTHS = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-]
 DATES = {
-    "American": lambda d: f"{MONTHS[d.month - 1]} {d.day}, {d.year}",
-    "British": lambda d: f"{d.day} {MONTHS[d.month - 1]} {d.year}",
-    "spoken": lambda d: f"the {d.day}th of {MONTHS[d.month - 1]} {d.year}",
-    "short": lambda d: f"{MONTHS[d.month - 1][:3]}. {d.day}, {d.year}",
+    "American": lambda d: f"{month_name[d.month]} {d.day}, {d.year}",
+    "British": lambda d: f"{d.day} {month_name[d.month]} {d.year}",
+    "spoken": lambda d: f"the {d.day}th of {month_name[d.month]} {d.year}",
+    "short": lambda d: f"{month_name[d.month][:3]}. {d.day}, {d.year}",
     "ISO": lambda d: d.isoformat(),
     "dots": lambda d: f"{d:%d.%m.%Y}",
     "slashes": lambda d: f"{d:%m/%d/%Y}",

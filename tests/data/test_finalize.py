@@ -1,17 +1,19 @@
 """An input row ends in exactly one output row, in its place."""
 
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pyarrow import fs
 
 from scripts.simulated_store import SimulatedStore
 from specextend.data.commits import CommitWriter
-from specextend.data.finalize import finalize, unfinished
+from specextend.data.finalize import SortedRows, finalize, unfinished
 from specextend.data.run_folder import Counts
 from specextend.data.schema import summary_fields
 from specextend.data.storage import Location, exists
@@ -121,3 +123,29 @@ def test_the_end_of_a_run_reads_each_commit_once(tmp_path, write, done):
         requests.append(store.tally.requests - before)
         assert report["rows"]["done"] == 60
     assert requests[1] - requests[0] == 2 * 40, "its size is asked for, and then it is read"
+
+
+SCHEMA = pa.schema([("file", pa.int32()), ("row", pa.int64()), ("text", pa.string())])
+
+
+def text_of(file, row):
+    return f"text {row} of {file} " + "x" * (37 * row % 100)
+
+
+def in_order(keys, buffer_bytes, step, text_of=text_of):
+    """Tables of rows that are added in the order of their keys, some at a time."""
+    with closing(SortedRows(SCHEMA, buffer_bytes)) as rows:
+        for begin in range(0, len(keys), step):
+            some = [{"file": file, "row": row, "text": text_of(file, row)} for file, row in keys[begin : begin + step]]
+            rows.add(pa.Table.from_pylist(some, SCHEMA))
+        return list(rows.tables())
+
+
+@settings(max_examples=40)
+@given(st.sets(st.tuples(st.integers(0, 9), st.integers(0, 99)), max_size=60), st.integers(1, 4000), st.randoms())
+def test_rows_come_in_order(wanted, buffer_bytes, draw):
+    """From memory, from a temporary file, or from many of them."""
+    keys = sorted(wanted)
+    tables = in_order(draw.sample(keys, len(keys)), buffer_bytes, 3)
+    taken = [row for table in tables for row in table.to_pylist()]
+    assert [(row["file"], row["row"], row["text"]) for row in taken] == [(*key, text_of(*key)) for key in keys]

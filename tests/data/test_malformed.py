@@ -96,25 +96,6 @@ def read_all(path):
     return found
 
 
-def write_damaged(path, table):
-    """Write a file and overwrite the pages of its column `topic`."""
-    pq.write_table(table, path, use_dictionary=False)
-    chunk = pq.read_metadata(path).row_group(0).column(1)
-    content = bytearray(path.read_bytes())
-    content[chunk.data_page_offset : chunk.data_page_offset + chunk.total_compressed_size] = bytes(
-        chunk.total_compressed_size
-    )
-    path.write_bytes(content)
-
-
-def test_a_passthrough_column_that_cannot_be_read_is_found_before_anything_is_decoded(tmp_path):
-    """It was found when the summaries were written."""
-    write_damaged(tmp_path / "a.parquet", pa.table({"text": ["one", "two"], "topic": ["a", "b"]}))
-    assert len(list(opened(tmp_path / "a.parquet").scan())) == 2
-    with pytest.raises(InputError, match=r"a\.parquet cannot be read as Parquet"):
-        list(opened(tmp_path / "a.parquet", passthrough=("topic",)).scan())
-
-
 def outcome(source, row):
     """The text of a row, or the class of its error."""
     try:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend.core import Completion
-from specextend.data.quality import QualityOptions, assess, copied_fraction
+from specextend.data.quality import QualityOptions, assess
 from specextend.stats import DecodingStats
 
 FLAGS = [
@@ -147,16 +147,6 @@ def test_the_language_is_the_documents_if_that_is_asked_for(text, document, flag
     asked = QualityOptions(language=True)
     assert [flag for flag in assessed(text, document, asked).quality_flags if flag != "copied"] == flags
     assert "wrong_language" not in assessed(text, document).quality_flags
-
-
-@pytest.mark.parametrize("gap", [" ", ""])
-def test_a_run_is_found_wherever_in_a_long_document_it_is(gap):
-    """Documents are read in pieces of 262,144 characters, and a run may begin in one and end in the next."""
-    letters, marked = ("abc", "αβγδεζηθ") if gap else ("委員会", "話予算月曜日新年")
-    document = gap.join(letters[number * number % 3] for number in range(280_000 // (1 + len(gap))))
-    for begin in (0, 262_130, 262_140, len(document)):
-        text = f"{document[:begin]} {gap.join(marked)} {document[begin:]}"
-        assert copied_fraction(list(marked), text) == 1.0
 
 
 PUBLISHED = [
