@@ -190,8 +190,8 @@ _DAY_BEFORE = re.compile(
     rf"(?<![0-9.,/])([0-3]?[0-9])(?:st|nd|rd|th|er|\.)?{_BLANK}(?:of\s|de\s)?\Z"
 )
 _AFTER_MONTH = re.compile(
-    rf"(?:\.?{_BLANK}(?P<day>[0-3]?[0-9])(?:st|nd|rd|th)?(?![0-9]|[.,/][0-9]))?"
-    rf"(?:\.?,?{_BLANK}(?:of\s)?(?P<year>[12][0-9]{{3}})(?![0-9]|[.,][0-9]))?"
+    rf"(?:\.?{_BLANK}(?P<day>[0-3]?[0-9])(?:st|nd|rd|th)?(?![0-9]|[.,/][0-9])|\.?)"
+    rf"(?:,?{_BLANK}(?:of\s)?(?P<year>[12][0-9]{{3}})(?![0-9]|[.,][0-9]))?"
 )
 _WORD = re.compile(r"[^\W\d_]+")
 _JOINT = re.compile(r"[ -]|[^\S\n]?\n|\s(?:and|und|et)\s|-(?:and|et)-")
@@ -415,9 +415,10 @@ def _related(figures: Sequence[Figure], low: str) -> list[Figure]:
                     kind="year", values=(year, second), is_claimed=True
                 )
         elif one.unit in ("", other.unit):
-            values = one.values
+            values = made[place].values
             if other.power and not one.power:
-                values = (first.scaleb(other.power), *values)
+                numbers = (value for value in values if isinstance(value, Decimal))
+                values = (*(value.scaleb(other.power) for value in numbers), *values)
             made[place] = made[place]._replace(
                 values=values, power=one.power or other.power, unit=other.unit, kind=other.kind
             )
