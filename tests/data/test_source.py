@@ -1,6 +1,5 @@
 """What may be wrong with an input, and who pays for it: the run before it starts, or one row."""
 
-import pickle
 from datetime import date
 from decimal import Decimal
 from itertools import product
@@ -204,15 +203,6 @@ def test_a_limit_beyond_every_length_is_an_error_row(write):
     assert rows == [(None, "BadMaxNewTokens"), (7, None)]
     with pytest.raises(DocumentError, match="BadMaxNewTokens: max_new_tokens must be at least 1 and at most 2\\^40"):
         source.read(DocumentKey(0, 0))
-
-
-def test_a_source_ships_without_its_data(write):
-    path = write("a.parquet", {"text": ["x" * 1_000_000] * 4})
-    source = opened(path)
-    source.read(DocumentKey(0, 0))
-    shipped = pickle.dumps(source)
-    assert len(shipped) < 2000
-    assert pickle.loads(shipped).read(DocumentKey(0, 3)).text == "x" * 1_000_000
 
 
 def test_no_text_passes_for_another_one_with_an_instruction():

@@ -1,6 +1,5 @@
 """A file is there whole or not at all, on every file system."""
 
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,13 +99,6 @@ def test_nothing_changes_behind_a_gate_that_is_shut(folder, change, num_open):
     remove_temporary_files(folder.child("a"))
     left = folder.filesystem.get_file_info(fs.FileSelector(folder.child("a").path))
     assert [info.base_name for info in left] == ["file"]
-
-
-def test_a_location_that_goes_to_another_process_leaves_its_gate_behind(folder):
-    """Workers read; a gate holds threads and locks."""
-    sent = pickle.loads(pickle.dumps(folder.behind(Gate(0)).child("a")))
-    assert sent == folder.child("a")
-    assert sent.gate is None
 
 
 NO_NETWORK = "When resolving region for bucket 'bucket': AWS Error NETWORK_CONNECTION during HeadBucket operation"
