@@ -260,7 +260,7 @@ def test_init_says_what_the_data_lacks_for_the_task(tmp_path, monkeypatch):
     ended = specextend("init", "data", "--config", "tiny-random", "--config", "question").exits(0)
     assert ": 1 .pdf; run specextend prepare documents data --output out/data-documents\n" in ended.stdout
     assert "of the id: Nummer (unique in the first 12 rows of a.parquet)" in ended.stdout
-    assert "b.parquet has Nummer (string), a.parquet Titel (string), Nummer (int64);" in ended.stdout
+    assert "b.parquet and a.parquet differ in Nummer, Titel; a run needs the columns it uses in all" in ended.stdout
     assert "the task wants a column question; the data has text, Nummer, Titel: set prompt.i" in ended.stdout
     written = (tmp_path / "data.yaml").read_text()
     for line in ('path: "out/data-question-{run_date}"', "limit: 20", 'except_done_in: ["out/data-question*"]'):
