@@ -193,7 +193,7 @@ class InputOptions:
 
     @property
     def copied_columns(self) -> tuple[str, ...]:
-        """Return the columns that results copy: passthrough columns and right answers."""
+        """Columns copied to the results: passthrough columns and correct answers."""
         return tuple(dict.fromkeys((*self.passthrough, *self.gold.values())))
 
     @property
