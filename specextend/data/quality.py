@@ -195,8 +195,8 @@ def dominant_script(text: str) -> str | None:
     for character, count in Counter(filter(str.isalpha, sample)).items():
         script = name(character, "").split(" ")[0]
         counts["CJK" if script.startswith(_EAST_ASIAN) else script] += count
-    [(script, count)] = counts.most_common(1) or [(None, 0)]
-    return script if 2 * count > counts.total() else None
+    [(most, count)] = counts.most_common(1) or [(None, 0)]
+    return most if 2 * count > counts.total() else None
 
 
 def check_library(options: QualityOptions) -> None:
