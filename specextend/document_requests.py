@@ -35,6 +35,7 @@ from specextend.data.commits import Earlier
 from specextend.data.confidence import confidence_of
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import Around
+from specextend.data.pages import with_pages
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
 from specextend.data.quality import answer_words, assess
 from specextend.data.rows import Row
@@ -327,6 +328,7 @@ def _of_one(config: RunConfig, row: Row, summary: Summary) -> Values:
         "confidence": summary.confidence,
         "words": None if config.output.schema else answer_words(summary.completion.text, row.text),
     }
+    made = with_pages(made, row.page_starts)
     broken = broken_rules(config.output, made, row.passed)
     return made | {"quality_flags": [*quality.quality_flags, *broken]}
 

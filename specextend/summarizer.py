@@ -20,6 +20,7 @@ from specextend.data.answers import answer_columns, answer_fields
 from specextend.data.check import check_columns, check_names
 from specextend.data.confidence import CONFIDENCE, confidence_column, confidence_field
 from specextend.data.inputs import DocumentError, InputError, InputOptions, OutputOptions
+from specextend.data.pages import without_pages
 from specextend.data.parquet import plain_rows
 from specextend.data.prompts import Prompts
 from specextend.data.rows import Row, RowReader
@@ -91,7 +92,7 @@ class Summarizer:
         if not len(batch):  # an empty batch may lack columns
             columns = {name: batch[name] for name in passthrough if name in batch.column_names}
             batch = pa.table(dict.fromkeys(passthrough, pa.nulls(0)) | columns)
-            return given_back(result_table([], batch, passthrough, self._config.output))
+            return given_back(self._table([], batch))
         reader = RowReader(self._config.input, (self._config.prompt.template,))
         check_columns("the batch", batch.schema, reader)
         check_rules(self._config.output, map(batch.schema.field, passthrough))
@@ -108,7 +109,14 @@ class Summarizer:
             )
             for number, row in enumerate(found)
         ]
-        return given_back(result_table(results, batch, passthrough, self._config.output))
+        return given_back(self._table(results, batch))
+
+    def _table(self, results: Sequence[Values], batch: pa.Table) -> pa.Table:
+        config = self._config
+        has_pages = config.input.pages_column is not None
+        return result_table(
+            results, batch, config.input.copied_columns, config.output, has_pages=has_pages
+        )
 
     def _result(self, row: Row, document: DecodedRow, received: float) -> Values:
         summary = document.state
@@ -298,7 +306,12 @@ def _row_or_error(number: int, values: ReadOnly, reader: RowReader) -> Row | Doc
 
 
 def result_table(
-    results: Sequence[Values], batch: pa.Table, passthrough: Sequence[str], output: OutputOptions
+    results: Sequence[Values],
+    batch: pa.Table,
+    passthrough: Sequence[str],
+    output: OutputOptions,
+    *,
+    has_pages: bool,
 ) -> pa.Table:
     """Return the result table: BATCH_SCHEMA, the fields of answers, the passthrough columns.
 
@@ -307,9 +320,12 @@ def result_table(
         batch: Input table.
         passthrough: Columns copied from `batch`.
         output: Names `summary` and the fields.
+        has_pages: True if places name their pages.
     """
     whole = rows_table(results, pa.schema([*BATCH_SCHEMA, ("confidence", CONFIDENCE)]))
     table = whole.select(BATCH_SCHEMA.names)
+    if not has_pages:
+        table = table.cast(pa.schema(without_pages(table.schema)))
     if output.confidence:
         found = confidence_column(output.json_schema, whole["confidence"])
         table = table.append_column(confidence_field(output.json_schema), found)

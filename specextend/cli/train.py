@@ -72,7 +72,9 @@ def train(
     loaded = RunConfig.load(config, [*settings, f"input.path={json.dumps(text)}"])
     if loaded.tasks:
         raise ValueError("a draft is trained on one task: give it by --config")
-    documents = replace(loaded.input, text_column=text_column, id_column=None, passthrough=())
+    documents = replace(
+        loaded.input, text_column=text_column, id_column=None, pages_column=None, passthrough=()
+    )
     given = TrainOptions(**{name: value for name, value in options.items() if value is not None})
     figures = distil(
         loaded, open_source(documents, templates=[loaded.prompt.template]), given, output, _Shown()

@@ -435,7 +435,9 @@ def redo(config: RunConfig, condition: str | None, name: str | None) -> RunConfi
             raise RefusedError(
                 f"--redo-as: it is a folder, so name {name!r} with letters, digits, - and _"
             )
-        if text_columns(recorded["config"]) != text_columns(config.model_dump(mode="json")):
+        there, here = map(text_columns, (recorded["config"], config.model_dump(mode="json")))
+        # of a data set, the column with the pages is not known yet
+        if there != here._replace(has_pages=there.has_pages):
             raise RefusedError(
                 f"--redo: answers take the columns of {output.path}, so let output.column, "
                 "output.schema and tasks be what they were"

@@ -26,6 +26,7 @@ from specextend.data.inputs import (
     unreadable,
 )
 from specextend.data.listing import Listing, check_apart, describe_skipped, list_input
+from specextend.data.pages import is_pages
 from specextend.data.parquet import (
     compact_columns,
     gathered,
@@ -228,6 +229,7 @@ def check_task_columns(passthrough: Collection[str], columns: TextColumns) -> No
 _OF_INPUT = {
     "text_column": (is_text, "a string column"),
     "id_column": (is_id, "a string, integer or UUID column"),
+    "pages_column": (is_pages, "a list of integers"),
     "options_column": (is_options, f"an integer column, or a struct of {', '.join(ROW_OPTIONS)}"),
     "reference_column": (is_text, "a string column"),
     "instruction_column": (is_text, "a string column"),
@@ -249,7 +251,8 @@ def check_columns(
             continue
         kind = _field(file, schema, column, f"input.{name}").type
         if not is_right(kind):
-            cast = way_out(column, kind, "BIGINT" if name == "options_column" else "VARCHAR")
+            wanted = "BIGINT" if name == "options_column" else "VARCHAR"
+            cast = "" if name == "pages_column" else way_out(column, kind, wanted)
             raise InputError(
                 f"{file}: column {column!r} (input.{name}) is {kind}, but must be {what}{cast}"
             )

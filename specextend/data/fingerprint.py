@@ -38,6 +38,7 @@ _PASSED_OVER = (
     "input.limit",
     "input.redo",
     "input.passthrough",
+    "input.pages_column",
     "input.gold",
     f"prompt.template_options.{CLOCK}",
 )

@@ -62,8 +62,8 @@ class DocumentError(Exception):
 
     Attributes:
         error_class: `NullText`, `BadId`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`,
-            `BadOptions`, `BadInstruction`, `PromptTooLong`, `IncompleteAnswer`, or the class of an
-            engine failure.
+            `BadOptions`, `BadPages`, `BadInstruction`, `PromptTooLong`, `IncompleteAnswer`, or the
+            class of an engine failure.
         doc_id: Set by `RowReader.read`, like `content_sha256`.
     """
 
@@ -98,6 +98,11 @@ class InputOptions:
     id_column: str | None = None
     """String, integer or UUID column with unique ids. Default: the ids of a data set of `specextend
     prepare`, otherwise `<path relative to the input>:<row in file>`.
+    """
+    pages_column: str | None = None
+    """Column with the offset in each text at which each page begins: rising lists of integers from
+    0, in characters, or null. Default: `page_starts` of a data set of `specextend prepare`, if
+    `text_column` is `text`.
     """
     on_bad_id: Literal["refuse", "error"] = "refuse"
     """For null or repeated ids, `refuse` the input, or turn such rows into `error` rows. The first

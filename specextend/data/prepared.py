@@ -8,6 +8,10 @@ from typing import NamedTuple
 from specextend.data.storage import Location, read_bytes
 
 PART_NAME = re.compile(r"part-\d{6,}-[0-9a-f]{8}\.parquet")
+PAGE_STARTS = "page_starts"
+"""Column with the offsets in the text at which the pages of a document begin."""
+PAGE_LABELS = "page_labels"
+"""Column with the labels that a document gives its pages."""
 ERRORS = "_errors.jsonl"
 """File with a line per file or row that is missing in the data set."""
 LEFT_OUT = "left out"
@@ -25,9 +29,9 @@ class Failure(NamedTuple):
     message: str
 
 
-def id_column_of(names: Iterable[str]) -> str | None:
-    """Return the id column if all names belong to a data set, else None."""
-    return "id" if all(map(PART_NAME.fullmatch, names)) else None
+def is_data_set(names: Iterable[str]) -> bool:
+    """Return True if all names belong to a data set."""
+    return all(map(PART_NAME.fullmatch, names))
 
 
 def read_errors(folder: Location) -> list[Failure]:

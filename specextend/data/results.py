@@ -135,7 +135,7 @@ def _check_same_input(
                 f"--redo: {name} {what} since {output.path} read it; restore it, or run anew in "
                 "another output folder"
             )
-    for key in ("id_column", "text_column", "passthrough", "gold"):
+    for key in ("id_column", "text_column", "pages_column", "passthrough", "gold"):
         there, here = manifest["config"]["input"][key], getattr(options, key)
         here = [*here] if isinstance(here, tuple) else here
         if here != there:

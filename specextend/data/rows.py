@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -16,6 +17,7 @@ from specextend.core import (
 )
 from specextend.data.inputs import MOST_TOKENS, DocumentError, InputOptions
 from specextend.data.instructions import Around, Instruction, around_document
+from specextend.data.pages import check_pages
 
 ROW_OPTIONS = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 """Fields allowed in `input.options_column`."""
@@ -41,6 +43,8 @@ class Row:
     """Instructions of further tasks."""
     sampling: ReadOnly = field(default_factory=dict)
     """Fields of SamplingParams that differ from the run."""
+    page_starts: Sequence[int] = ()
+    """Offsets in `text` at which pages begin; empty for a document without pages."""
     passed: pa.Table | None = field(default=None, compare=False, repr=False)
     """Passthrough columns named by rules; None without any."""
 
@@ -76,7 +80,8 @@ class RowReader:
     @property
     def value_columns(self) -> list[str]:
         """Columns used by `read`."""
-        return _named(*self.content_columns, self.options.reference_column)
+        options = self.options
+        return _named(*self.content_columns, options.reference_column, options.pages_column)
 
     @property
     def document_columns(self) -> list[str]:
@@ -87,7 +92,8 @@ class RowReader:
         """Make a row from column values, with texts as bytes.
 
         Raises:
-            DocumentError: The text is null, empty or not UTF-8, or an option of the row is invalid.
+            DocumentError: The text is null, empty or not UTF-8, or its pages or an option of the
+                row are invalid.
         """
         options = self.options
         try:
@@ -95,6 +101,7 @@ class RowReader:
             own = own_options(self.own(values))
             max_new_tokens = check_max_new_tokens(own.pop("max_new_tokens", None))
             instruction, *others = self._instructions(values)
+            page_starts = self.page_starts(values, text)
         except DocumentError as error:
             error.doc_id, error.content_sha256 = doc_id, self.content(values)
             raise
@@ -102,8 +109,22 @@ class RowReader:
         summary = None if reference is None else reference.decode("utf-8", errors="replace")
         content = self.content(values)
         return Row(
-            key, doc_id, text, max_new_tokens, summary, content, instruction, tuple(others), own
+            key,
+            doc_id,
+            text,
+            max_new_tokens,
+            summary,
+            content,
+            instruction,
+            tuple(others),
+            own,
+            page_starts,
         )
+
+    def page_starts(self, values: ReadOnly, text: str) -> Sequence[int]:
+        """Return where the pages of a row begin; empty if it has none. Raises DocumentError."""
+        column = self.options.pages_column
+        return check_pages(values[column], text) if column else ()
 
     def content(self, values: ReadOnly) -> str:
         """Return the SHA-256 of everything in a row that affects its answer.

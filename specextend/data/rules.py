@@ -64,7 +64,9 @@ def _holds(condition: str, table: pa.Table) -> bool:
 
 
 def _columns(output: OutputOptions) -> TextColumns:
-    return TextColumns(output.column, output.json_schema, has_confidence=output.confidence)
+    return TextColumns(
+        output.column, output.json_schema, has_confidence=output.confidence, has_pages=True
+    )
 
 
 def _fields(output: OutputOptions) -> list[pa.Field]:

@@ -8,6 +8,7 @@ import pyarrow as pa
 from specextend.core import Completion, ReadOnly, Values, mended
 from specextend.data.answers import answer_columns, answer_fields
 from specextend.data.confidence import CONFIDENCE, confidence_column, confidence_field
+from specextend.data.pages import without_pages
 from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
 from specextend.stats import DecodingStats
@@ -18,6 +19,7 @@ EVIDENCE = pa.struct(
         ("value", "string"),
         ("begin", "int64"),
         ("end", "int64"),
+        ("page", "int32"),
         ("score", "float64"),
     ]
 )
@@ -28,6 +30,7 @@ SOURCE = pa.struct(
         ("sentence", "string"),
         ("begin", "int64"),
         ("end", "int64"),
+        ("page", "int32"),
         ("score", "float64"),
         ("passage", "string"),
     ]
@@ -39,16 +42,22 @@ FIGURE = pa.struct(
         *((name, pa.string()) for name in ("text", "kind", "value", "unit", "found")),
         ("begin", pa.int64()),
         ("end", pa.int64()),
+        ("page", pa.int32()),
     ]
 )
 """A figure of a text, and where it stands in the document."""
 
 PART_SUMMARY = pa.struct(
-    [("begin", "int64"), ("end", "int64"), ("text", "string"), ("finish_reason", "string")]
+    [
+        ("begin", "int64"),
+        ("end", "int64"),
+        ("page", "int32"),
+        ("last_page", "int32"),
+        ("text", "string"),
+        ("finish_reason", "string"),
+    ]
 )
-"""The summary of a part: its first character in the document, the one behind its last, text and
-reason of its end.
-"""
+"""The summary of a part, with the place of the part in the document."""
 
 CHOICE = pa.struct([("field", "string"), ("value", "string"), ("log_prob", "float64")])
 """What the target thinks of a value: its log probability, given that it is one of the field's."""
@@ -221,6 +230,8 @@ class TextColumns(NamedTuple):
     """Names of further tasks, with the same."""
     has_confidence: bool = False
     """True if the column `confidence` is among them."""
+    has_pages: bool = False
+    """True if places name their pages."""
 
 
 _USUAL = TextColumns()
@@ -232,17 +243,21 @@ def text_columns(config: ReadOnly) -> TextColumns:
     text = of_first.get("column", "summary")
     named = [(name, own["output"]) for name, own in config.get("tasks", {}).items()]
     others = [(name, own["column"], own["schema"]) for name, own in named if own["column"] != text]
-    has_confidence = of_first.get("confidence", False)
-    return TextColumns(text, of_first.get("schema"), tuple(others), has_confidence)
+    return TextColumns(
+        text,
+        of_first.get("schema"),
+        tuple(others),
+        of_first.get("confidence", False),
+        config.get("input", {}).get("pages_column") is not None,
+    )
 
 
 def error_schema(passthrough: Iterable[pa.Field], columns: TextColumns = _USUAL) -> pa.Schema:
     """Return the schema of a run's error rows; a passthrough column whose name is one of ours gets
     a `_` behind it.
     """
-    ours = pa.schema(
-        [*_named(ERROR_SCHEMA, columns.text), *([("tasks", TASKS)] if columns.others else [])]
-    )
+    tasks = _with_pages([pa.field("tasks", TASKS)] if columns.others else [], columns)
+    ours = pa.schema([*_named(ERROR_SCHEMA, columns.text), *tasks])
     return pa.schema(
         [
             *ours,
@@ -255,18 +270,24 @@ def summary_fields(columns: TextColumns = _USUAL) -> list[pa.Field]:
     """Return our columns of `summaries/`, and those of the answers. They are `output.column` and
     `output.schema`.
     """
-    fields = [*_named(SUMMARY_SCHEMA, columns.text)]
+    fields = _with_pages(_named(SUMMARY_SCHEMA, columns.text), columns)
     if columns.has_confidence:
         fields.append(confidence_field(columns.answers))
     fields += answer_fields(columns.answers)
     for _, text, answers in columns.others:
         fields += [pa.field(text, pa.string()), *answer_fields(answers)]
-    return [*fields, pa.field("tasks", TASKS)] if columns.others else fields
+    tasks = [pa.field("tasks", TASKS)] if columns.others else []
+    return [*fields, *_with_pages(tasks, columns)]
+
+
+def _with_pages(fields: list[pa.Field], columns: TextColumns) -> list[pa.Field]:
+    return fields if columns.has_pages else without_pages(fields)
 
 
 def summary_columns(rows: pa.Table, columns: TextColumns) -> list[pa.ChunkedArray | pa.Array]:
     """Return the values of `summary_fields` in rows with the columns of COMMIT_SCHEMA."""
-    found = [rows[name] for name in SUMMARY_SCHEMA.names]
+    ours = zip(SUMMARY_SCHEMA.names, summary_fields(columns), strict=False)
+    found = [rows[name].cast(field.type) for name, field in ours]
     if columns.has_confidence:
         found.append(confidence_column(columns.answers, rows["confidence"]))
     found += answer_columns(columns.answers, rows["summary"])
@@ -279,7 +300,7 @@ def summary_columns(rows: pa.Table, columns: TextColumns) -> list[pa.ChunkedArra
     for name, _, answers in columns.others:
         written = pa.chunked_array([[each.get(name) for each in texts]], pa.string())
         found += [written, *answer_columns(answers, written)]
-    return [*found, rows["tasks"].cast(TASKS)]
+    return [*found, rows["tasks"].cast(summary_fields(columns)[-1].type)]
 
 
 def _named(schema: pa.Schema, text_column: str) -> list[pa.Field]:

@@ -42,7 +42,7 @@ from specextend.data.parquet import (
     rows_where,
     stream,
 )
-from specextend.data.prepared import id_column_of
+from specextend.data.prepared import PAGE_STARTS, is_data_set
 from specextend.data.rows import Row, RowReader, check_max_new_tokens, decode_text
 from specextend.data.storage import Location, check_writable, in_order, is_away
 
@@ -123,7 +123,7 @@ class Source:
         """Read the row at `key`.
 
         Raises:
-            DocumentError: Bad text, id or `max_new_tokens`.
+            DocumentError: Bad text, id, pages or `max_new_tokens`.
             OSError: The file is damaged at this row.
             InputUnreachableError: The file is out of reach.
             InputChangedError: The file was modified.
@@ -346,7 +346,7 @@ class Source:
         }
         for batch in self.batches(file.number, sorted(unread)) if unread else ():
             self.passthrough(batch, file.number)
-        wanted = (options.text_column, options.options_column)
+        wanted = (options.text_column, options.options_column, options.pages_column)
         batches = self.batches_of(file.number, list(dict.fromkeys(filter(None, wanted))))
         return list(batches) if file.is_small else batches
 
@@ -356,7 +356,7 @@ class Source:
         text = values[options.text_column]
         limit = self.reader.own(values).get("max_new_tokens")
         try:
-            decode_text(text)
+            self.reader.page_starts(values, decode_text(text))
             check_max_new_tokens(limit)
         except DocumentError as error:
             error_class = error.error_class
@@ -417,7 +417,8 @@ def open_source(
     """List and check the input; reads footers only. `select_rows` checks ids and chooses rows.
 
     Args:
-        options: Options of the input. A data set of `specextend prepare` brings its ids.
+        options: Options of the input. A data set of `specextend prepare` brings its ids and
+            pages.
         output: If given, it must be writable and outside the input.
         only: Relative paths of the files to keep.
 
@@ -425,8 +426,13 @@ def open_source(
         InputError: The input cannot be used.
     """
     listing = list_input(options.path)
-    if options.id_column is None:
-        options = replace(options, id_column=id_column_of(listing.relative_paths))
+    if is_data_set(listing.relative_paths):
+        starts = PAGE_STARTS if options.text_column == "text" else None
+        options = replace(
+            options,
+            id_column=options.id_column or "id",
+            pages_column=options.pages_column or starts,
+        )
     passed = tuple(name for name in options.copied_columns if name in rule_columns)
     reader = RowReader(options, tuple(templates), passed)
     if output is not None:

@@ -4,9 +4,22 @@ import codecs
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-Text = tuple[str, str, Mapping[str, int]]
-"""The title of a file, empty if there is none; its text; and counts by their names in `COUNTS`."""
+
+class Text(NamedTuple):
+    """Text of a file."""
+
+    title: str
+    """Empty if the file has none."""
+    text: str
+    """Empty if `pages` has the texts."""
+    counts: Mapping[str, int]
+    """Counts by the columns of `COUNTS`."""
+    pages: Sequence[str] = ()
+    """Texts of pages, slides or chapters in order; empty for formats without them."""
+    labels: Sequence[str] = ()
+    """Label of each page, such as `iv`; empty if the file has no labels."""
 
 
 @dataclass(eq=False)

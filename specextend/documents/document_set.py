@@ -18,7 +18,7 @@ from specextend.core import Values
 from specextend.data.database import Database
 from specextend.data.inputs import InputError
 from specextend.data.parquet import CHECKED, SEALED, fitted, open_parquet
-from specextend.data.prepared import PART_NAME, Failure
+from specextend.data.prepared import PAGE_LABELS, PAGE_STARTS, PART_NAME, Failure
 from specextend.data.storage import Location, atomic_output, delete, file_sizes
 from specextend.folders import temporary_folder
 
@@ -42,6 +42,8 @@ COLUMNS = {
     "source_size": pa.int64(),
     "source_modified": pa.timestamp("us", "UTC"),
     **dict.fromkeys(COUNTS, pa.int64()),
+    PAGE_STARTS: pa.list_(pa.int64()),
+    PAGE_LABELS: pa.list_(pa.string()),
 }
 """Columns of every data set."""
 _SMALL_BYTES = 32 << 20
@@ -112,7 +114,7 @@ def _groups(rows: Iterable[Values]) -> Iterator[list[Values]]:
 
 def _column(values: list[Any], kind: pa.DataType | None) -> pa.Array:
     kinds = {type(value) for value in values if value is not None}
-    if not kinds & {list, dict} and (len(kinds) < 2 or kinds == {int, float}):
+    if kind or (not kinds & {list, dict} and (len(kinds) < 2 or kinds == {int, float})):
         try:
             return pa.array(values, kind)
         except (pa.ArrowException, OverflowError, TypeError, ValueError):

@@ -57,8 +57,8 @@ def read_docx(data: bytes, options: DocumentOptions) -> Text:
     html = mammoth.convert_to_html(plain, convert_image=lambda image: []).value
     marks = count(1)
     html = _NOTE.sub(lambda _: f"<li><p>[{next(marks)}] ", _BACK.sub("", html))
-    title, text, _ = html_text(html)
-    return title, text, hidden_counts("".join(hidden))
+    title, text, *_ = html_text(html)
+    return Text(title, text, hidden_counts("".join(hidden)))
 
 
 def _plain_word(part: bytes, hidden: list[str]) -> bytes:

@@ -128,14 +128,15 @@ def _given(path: str, data: bytes, options: DocumentOptions) -> Text | None:
         raise UnreadableError("reader failed", said) from error
     if pages is None:
         return None
-    texts = [pages] if isinstance(pages, str) else pages
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+    if isinstance(pages, str):
+        return Text("", pages.strip(), {})
+    if not isinstance(pages, list) or not all(isinstance(text, str) for text in pages):
         raise InputError(
             f"{options.reader} returned {type(pages).__name__} for {path}; return a text, a list "
             "of the texts of pages, or None"
         )
-    texts = [text.strip() for text in texts]
-    return "", "\n\n".join(filter(None, texts)), {"pages_without_text": texts.count("")}
+    texts = [text.strip() for text in pages]
+    return Text("", "", {"pages_without_text": texts.count("")}, texts)
 
 
 @cache

@@ -205,7 +205,7 @@ def html_text(html: str, *, main_only: bool = False) -> Text:
 
     tree = LexborHTMLParser(_MARKS.sub("", html.replace(_LINE, "")))
     if tree.body is None:
-        return "", "", {}
+        return Text("", "", {})
     title = tree.css_first("head title")
     sheets = "\n".join(each.text() for each in tree.css("style:not([media=print])"))
     _open_shadow_roots(tree)
@@ -235,7 +235,7 @@ def html_text(html: str, *, main_only: bool = False) -> Text:
     notes = {*_NOTE_BEGINS.findall(text)}
     names = (title, *tree.css("body :is(h1,h2,h3,h4,h5,h6)"))
     titles = (_flattened(each.text(), notes) for each in names if each)
-    return next(filter(None, titles), ""), _flattened(text, notes), counts
+    return Text(next(filter(None, titles), ""), _flattened(text, notes), counts)
 
 
 def _flattened(text: str, notes: set[str]) -> str:

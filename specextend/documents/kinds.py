@@ -4,11 +4,12 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import accumulate
 from pathlib import PurePath
 
 from specextend.core import Values
 from specextend.data.inputs import InputError
-from specextend.data.prepared import LEFT_OUT
+from specextend.data.prepared import LEFT_OUT, PAGE_LABELS, PAGE_STARTS
 from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
 from specextend.documents.docx import read_docx
 from specextend.documents.html import read_html
@@ -62,6 +63,8 @@ _INVISIBLE = re.compile(
     "[\u00ad\u200b\u2060\ufeff]|(?<![\U0001f3f4\U000e0000-\U000e007f])[\U000e0000-\U000e007f]+"
 )
 """Places where a word may be divided, and tags of no flag."""
+_JOINT = "\n\n"
+"""Separator of pages."""
 
 
 def kind_of(name: str) -> str | None:
@@ -89,10 +92,15 @@ def check_packages(kinds: Iterable[str]) -> None:
 def read_document(
     kind: str, data: bytes, options: DocumentOptions, given: Text | None = None
 ) -> Values:
-    """Return title, empty if there is none, and text of a file, and of a PDF what it lacks. Raises
-    UnreadableError, and on damaged bytes whatever the parsers run into.
+    """Return the columns of a document: title, text, counts and the starts of its pages.
+
+    Raises:
+        UnreadableError: The file has no text.
+        Exception: Parsers raise any error on damaged bytes.
     """
-    title, text, counts = given or _READERS[kind](data, options)
+    title, text, counts, pages, labels = given or _READERS[kind](data, options)
+    texts = [*map(_clean, pages or [text])]
+    text = _JOINT.join(filter(None, texts))
     if not text.strip():
         hint = (
             ", as if it were scanned; text recognition (OCR) could add it" if kind == "pdf" else ""
@@ -100,11 +108,19 @@ def read_document(
         if counts.get("left_out_characters"):
             hint = " but that which --main-only leaves out; read it without"
         raise UnreadableError("no text", f"has no text{hint}")
-    whole = [
-        _INVISIBLE.sub("", HALF_CHARACTER.sub("\ufffd", each)).replace("\0", "\ufffd")
-        for each in (title, text)
-    ]
-    return {"title": " ".join(whole[0].split()), "text": whole[1], **counts}
+    row = {"title": " ".join(_clean(title).split()), "text": text, **counts}
+    if pages:
+        # a page without text begins where the next page does
+        lengths = (len(each) + len(_JOINT) * bool(each) for each in texts[:-1])
+        starts = accumulate(lengths, initial=0)
+        row[PAGE_STARTS] = [min(start, len(text)) for start in starts]
+        row[PAGE_LABELS] = [*map(_clean, labels)] or None
+    return row
+
+
+def _clean(text: str) -> str:
+    text = _INVISIBLE.sub("", HALF_CHARACTER.sub("\ufffd", text))
+    return text.replace("\0", "\ufffd")
 
 
 def _read_text(data: bytes, options: DocumentOptions) -> Text:
@@ -112,7 +128,7 @@ def _read_text(data: bytes, options: DocumentOptions) -> Text:
         if data.startswith(sign):
             message = f"is {name} and no text; save it as DOCX or PDF, or read it with --reader"
             raise UnreadableError("other kind", message)
-    return "", decode(data, options.encoding), {}
+    return Text("", decode(data, options.encoding), {})
 
 
 def _read_other(data: bytes, options: DocumentOptions) -> Text:

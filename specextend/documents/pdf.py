@@ -86,13 +86,14 @@ def read_pdf(data: bytes, options: DocumentOptions) -> Text:
         )
         raise UnreadableError("no characters", message)
     title = pdf.get_metadata_value("Title").strip()
-    text = "\n\n".join(filter(None, pages))
+    labels = [_string(pypdfium2.raw.FPDF_GetPageLabel, pdf, n) for n in range(len(pdf))]
     counts = {
         "pages_without_text": pages.count(""),
         "unmapped_characters": num_unmapped,
         **hidden_counts(hidden, layers[1]),
     }
-    return "" if _NO_TITLE.match(title) else title, text, counts
+    title = "" if _NO_TITLE.match(title) else title
+    return Text(title, "", counts, pages, labels if any(labels) else ())
 
 
 def _written(pdf: Any) -> bytes:

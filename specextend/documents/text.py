@@ -150,7 +150,7 @@ def read_markdown(data: bytes, options: DocumentOptions) -> Text:
     kept = text[:begin] + _PAYLOAD.sub(r"\1", "\n".join(lines))
     title = title or _ANCHOR.sub("", html_text(parser.render(text[begin:]))[0])
     counts = hidden_counts(text, kept) | {"hidden_characters": len(text) - len(kept)}
-    return title, kept, counts
+    return Text(title, kept, counts)
 
 
 def _front_matter(text: str) -> tuple[str, int]:

@@ -3,7 +3,6 @@
 import io
 import posixpath
 import zipfile
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from urllib.parse import unquote
 from xml.etree import ElementTree
@@ -60,11 +59,8 @@ def read_epub(data: bytes, options: DocumentOptions) -> Text:
         for item in package.iterfind(".//{*}itemref"):
             name = posixpath.join(posixpath.dirname(path), files[item.get("idref")])
             chapters.append(read_html(archive.read(posixpath.normpath(name)), options))
-    counts = Counter[str]()
-    for _, _, own in chapters:
-        counts.update({name: own[name] for name in hidden_counts("") if name in own})
-    text = "\n\n".join(text for _, text, _ in chapters if text)
-    return package.findtext(".//{*}title", ""), text, hidden_counts("") | counts
+    title = package.findtext(".//{*}title", "")
+    return Text(title, "", _sums(chapters), [each.text for each in chapters])
 
 
 def read_pptx(data: bytes, options: DocumentOptions) -> Text:
@@ -74,7 +70,9 @@ def read_pptx(data: bytes, options: DocumentOptions) -> Text:
         files = {link.get("Id"): posixpath.join("/ppt", link.attrib["Target"]) for link in links}
         slides = _xml(archive, "ppt/presentation.xml").iterfind("{*}sldIdLst/{*}sldId")
         names = [files[value] for slide in slides for key, value in slide.items() if "}" in key]
-        return _read([_xml(archive, name[1:]) for name in names], {})
+        read = [_read(_xml(archive, name[1:]), {}) for name in names]
+        title = next((each.title for each in read if each.title), "")
+        return Text(title, "", _sums(read), [each.text for each in read])
 
 
 def read_odt(data: bytes, options: DocumentOptions) -> Text:
@@ -86,7 +84,8 @@ def read_odt(data: bytes, options: DocumentOptions) -> Text:
         for part in parts
         for style in part.iterfind(".//{*}style")
     }
-    return _read(parts[1].iterfind("{*}body"), styles)
+    [body] = parts[1].iterfind("{*}body")
+    return _read(body, styles)
 
 
 def _xml(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
@@ -98,33 +97,35 @@ def _values(nodes: Iterable[ElementTree.Element]) -> dict[str, str]:
     return {name.rpartition("}")[2]: value for node in nodes for name, value in node.items()}
 
 
-def _read(roots: Iterable[ElementTree.Element], styles: Mapping[str, dict[str, str]]) -> Text:
-    """Return title and text of PPTX or ODT, whose elements become those of HTML."""
-    html = ""
+def _sums(texts: Iterable[Text]) -> Mapping[str, int]:
+    """Return the counts of hidden text of all texts together."""
+    return {name: sum(each.counts.get(name, 0) for each in texts) for name in hidden_counts("")}
+
+
+def _read(root: ElementTree.Element, styles: Mapping[str, dict[str, str]]) -> Text:
+    """Return title and text of an element of PPTX or ODT, whose elements become those of HTML."""
     hidden: list[str] = []
-    for root in roots:
-        for node in [*root.iter()]:
-            name = local_name(node)
-            values = _values([node, *node.iterfind("{*}rPr"), *node.iterfind("*/{*}cNvPr")])
-            values |= styles.get(values.get("style-name", ""), {})
-            is_hidden = bool(_OFF & values.items())
-            if name in ("p", "h"):
-                hidden.append("\n")
-            if is_hidden:
-                hidden.append(text_in_lines(node))
-            if is_hidden or name in _REPLACED:
-                inner = formula(node) if name == "oMath" else " " * (name in _SPACES)
-                node[:] = []
-                node.text = inner
-            for body in node.findall("{*}note-body"):
-                node.remove(body)
-                root.append(body)
-            is_title = any(each.get("type") in _TITLES for each in node.iterfind("*/*/{*}ph"))
-            node.tag = _ELEMENTS.get(name, "h1" if is_title else "span")
-            node.attrib = {"class": name, "style": "" if name == "rPr" else _style(values)}
-        html += ElementTree.tostring(root, "unicode", "html")
-    title, text, _ = html_text(html)
-    return title, text, hidden_counts("".join(hidden))
+    for node in [*root.iter()]:
+        name = local_name(node)
+        values = _values([node, *node.iterfind("{*}rPr"), *node.iterfind("*/{*}cNvPr")])
+        values |= styles.get(values.get("style-name", ""), {})
+        is_hidden = bool(_OFF & values.items())
+        if name in ("p", "h"):
+            hidden.append("\n")
+        if is_hidden:
+            hidden.append(text_in_lines(node))
+        if is_hidden or name in _REPLACED:
+            inner = formula(node) if name == "oMath" else " " * (name in _SPACES)
+            node[:] = []
+            node.text = inner
+        for body in node.findall("{*}note-body"):
+            node.remove(body)
+            root.append(body)
+        is_title = any(each.get("type") in _TITLES for each in node.iterfind("*/*/{*}ph"))
+        node.tag = _ELEMENTS.get(name, "h1" if is_title else "span")
+        node.attrib = {"class": name, "style": "" if name == "rPr" else _style(values)}
+    title, text, *_ = html_text(ElementTree.tostring(root, "unicode", "html"))
+    return Text(title, text, hidden_counts("".join(hidden)))
 
 
 def _style(values: Mapping[str, str]) -> str:

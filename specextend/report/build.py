@@ -3,6 +3,7 @@
 import json
 import time
 from collections import Counter
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -30,7 +31,7 @@ from specextend.report.figures import (
 )
 from specextend.report.gold import gold_figures
 from specextend.report.page import to_html
-from specextend.report.result_rows import read_rows
+from specextend.report.result_rows import find_pdfs, read_rows
 from specextend.report.review import read_review
 from specextend.report.wall_clock import clock_sections
 from specextend.stats import spread
@@ -97,6 +98,10 @@ def build_report(
         for start in read_starts(location)
     ]
     documents = document_figures(figures)
+    texts = [*chain.from_iterable(documents["texts"].values())]
+    pdfs = find_pdfs(location, manifest, [text["doc_id"] for text in texts])
+    for text in texts:
+        text["pdf"] = pdfs.get(text["doc_id"])
     [counted] = figures.select(_DONE)
     done = counted["texts"] - counted["partial"]
     failed = sum(error["rows"] for error in documents["errors"])

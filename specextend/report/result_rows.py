@@ -1,12 +1,13 @@
 """Valid rows of a run as tables of bounded size, and as responses of OpenAI's Batch API."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from specextend.core import Values
+from specextend.core import ReadOnly, Values
 from specextend.data.commits import (
     DONE,
     FAILED,
@@ -25,7 +26,7 @@ from specextend.data.fingerprint import (
     read_manifest,
 )
 from specextend.data.generic import RunWords
-from specextend.data.parquet import halved, read_stream
+from specextend.data.parquet import halved, read_stream, rows_where, stream
 from specextend.data.results import damaged_results, result_files
 from specextend.data.schema import COMMIT_SCHEMA, task_failures
 from specextend.data.storage import Location, atomic_output
@@ -48,6 +49,8 @@ _RESPONSE = (
     "started_at",
 )
 _FAILURE = ("doc_id", "error_class", "message")
+_SOURCE = "source_path"
+"""Column of a data set of `specextend prepare` with the path of a file."""
 
 _NAMED = (
     "FROM (SELECT *, left(sha256(coalesce(run_id, 'None') || ':' || doc_id), 24) AS name "
@@ -145,6 +148,30 @@ def find_rows(output: Location, doc_ids: Sequence[str], columns: Sequence[str]) 
         for table in tables
         for row in table.filter(pc.is_in(table["doc_id"], wanted)).to_pylist()
     ]
+
+
+def find_pdfs(
+    output: Location, manifest: ReadOnly | None, doc_ids: Sequence[str]
+) -> dict[str, str]:
+    """Return the URIs of documents that are local PDF files, by id.
+
+    Files are known if `source_path` is a passthrough column, and once the run has ended.
+    """
+    passthrough = manifest["config"]["input"].get("passthrough", ()) if manifest else ()
+    wanted = pa.array(doc_ids, "string")
+
+    def read(parquet: pq.ParquetFile) -> Iterator[pa.Table]:
+        for table in stream(parquet, ["doc_id", _SOURCE]):
+            yield rows_where(table, pc.is_in(table["doc_id"], wanted).to_numpy())
+
+    found: dict[str, str] = {}
+    for file, is_done in result_files(output) if _SOURCE in passthrough else ():
+        for table in read_stream(file, read, damaged_results(file)) if is_done else ():
+            for row in table.to_pylist():
+                path = str(row[_SOURCE])
+                if path.startswith("/") and path.lower().endswith(".pdf"):
+                    found[row["doc_id"]] = PurePosixPath(path).as_uri()
+    return found
 
 
 def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa.Table]:

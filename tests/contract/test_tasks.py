@@ -55,10 +55,24 @@ def test_a_value_that_does_not_fit_is_the_error_of_its_row(answers):
 
 @pytest.mark.parametrize("policy", ["middle", "parts"])
 def test_sources_are_places_in_what_was_read_of_the_document(answers, policy):
-    """A source in text that the model was never given is an invention of ours; of parts all is read."""
+    """A source in text that the model was never given is an invention of ours; of parts all is read. Each names its
+    page if pages are known, and the column is what it was if they are not.
+    """
     words = [f"t{token_id}" for token_id in random_prompt(600)]
     text = "\r\n\r\n".join(" ".join(words[begin : begin + 30]) for begin in range(0, 600, 30))
-    [row] = answers({"text": [text]}, prompt__length_policy=policy, prompt__max_prompt_tokens=200, output__sources=True)
+    starts = [0, 0, *(len(text) * page // 40 for page in range(1, 40))]
+    options = {"prompt__length_policy": policy, "prompt__max_prompt_tokens": 200, "output__sources": True}
+    [plain] = answers({"text": [text]}, **options)
+    [row] = answers({"text": [text], "starts": [starts]}, input__pages_column="starts", **options)
+
+    def page(place):
+        return sum(start <= place for start in starts)
+
+    for each in row["part_summaries"] or ():
+        assert (each.pop("page"), each.pop("last_page")) == (page(each["begin"]), page(each["end"] - 1))
+    for each in row["sources"]:
+        assert each.pop("page") == (None if each["begin"] is None else page(each["begin"]))
+    assert all(row[name] == plain[name] for name in ("part_summaries", "sources"))
     half = int(len(text) * row["coverage"]) // 2
     left_out = range(half + 20, len(text) - half - 20)
     found = [each for each in row["sources"] if each["begin"] is not None]
@@ -144,6 +158,15 @@ def test_a_row_may_have_options_of_its_own(answers):
     assert rows[2]["summary"] != rows[3]["summary"]
     [plain] = answers({"text": [TEXT]})
     assert plain["summary"] == rows[0]["summary"]
+
+
+def test_pages_that_do_not_fit_their_text_are_the_error_of_their_row(answers):
+    """Null and an empty list say that a document has no pages; all else would name a wrong one."""
+    good = [[0], [0, 0, 7, 7, len(TEXT)], None, []]
+    bad = [[1], [0, 9, 4], [0, len(TEXT) + 1], [0, None], [-1]]
+    rows = answers({"text": [TEXT] * 9, "starts": good + bad}, input__pages_column="starts")
+    assert [row["error_class"] for row in rows] == [None] * len(good) + ["BadPages"] * len(bad)
+    assert rows[5]["message"].startswith("page 3 begins at 4; offsets of pages begin with 0, do not fall, and end ")
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import os
 import re
 import zipfile
 import zlib
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,9 +15,12 @@ import pyarrow.parquet as pq
 import pypdf
 import pytest
 
+from specextend import find_figures
 from specextend.core import DocumentKey
 from specextend.data.inputs import InputError
+from specextend.data.pages import with_pages
 from specextend.data.prepared import ERRORS
+from specextend.data.quality import find_evidence, find_sources
 from specextend.data.storage import resolve, write_bytes
 from specextend.documents.document_options import DocumentOptions
 from specextend.documents.kinds import check_packages
@@ -367,7 +371,7 @@ ODT = {
     "kind, files, title, text, num_hidden",
     [
         ("epub", BOOK, "Book", "One\n\nTwo[1]", 0),
-        ("pptx", SLIDES, "Plan", "Plan\n10^6\nlog_2", 11),
+        ("pptx", SLIDES, "Plan", "Plan\n\n10^6\nlog_2", 11),
         ("odt", ODT, "Head", "Head\n10^6 times[1], so\nit is\nA note", 3),
     ],
 )
@@ -382,6 +386,48 @@ def test_books_slides_and_open_documents_are_read_as_they_are_shown(
     (folder / f"a.{kind}").write_bytes(packed(**{"META-INF__encryption_xml": "x.xhtml", **dict([*files.items()][:1])}))
     prepare()
     assert failures(folder) == {f"a.{kind}": "password" if kind == "epub" else "damaged"}
+
+
+LABELS = "/PageLabels<</Nums[0<</S/r>>2<</S/D/P(A-)>>]>>"
+
+
+@pytest.mark.parametrize(
+    "name, content, texts, labels",
+    [
+        ("a.pdf", pages("", "One of\ntwo.", "", "Two.", catalog=LABELS), ["", "One of two.", "", "Two."], True),
+        ("a.pdf", pages("One.", ""), ["One.", ""], False),
+        ("a.epub", packed(**BOOK | {"book__t__a b.xhtml": CHAPTER.format("O\u00adne")}), ["One", "Two[1]"], False),
+        ("a.pptx", packed(**SLIDES), ["Plan", "10^6\nlog_2", ""], False),
+        ("a.html", b"<p>One<p>Two", None, False),
+    ],
+)
+def test_each_page_begins_where_its_text_does(name, content, texts, labels, folder, prepare):
+    """Also a hidden slide or an empty page, which has a number, and after characters that were taken out."""
+    (folder / name).write_bytes(content)
+    prepare()
+    [row] = rows(folder, "text", "page_starts", "page_labels")
+    starts = row["page_starts"]
+    ends = (starts or []) + [len(row["text"])]
+    assert texts == (starts and [row["text"][begin:end].strip() for begin, end in pairwise(ends)])
+    assert row["page_labels"] == (["i", "ii", "A-1", "A-2"] if labels else None)
+
+
+def test_a_quote_is_on_the_page_from_which_it_was_taken(folder, prepare):
+    """Whatever looks for it: the strings of an answer, its figures, or its sentences."""
+    quotes = [f"In {1950 + n} the port of {chr(65 + n) * 7} paid {n}12{n} dollars." for n in range(9)]
+    (folder / "a.pdf").write_bytes(pages("", *quotes, ""))
+    prepare()
+    row = opened(f"{folder}.out").read(DocumentKey(0, 0))
+    for number, quote in enumerate(quotes, start=2):
+        places = {
+            "part_summaries": [{"begin": row.text.index(quote), "end": row.text.index(quote) + len(quote)}],
+            "evidence": find_evidence(json.dumps({"a": quote}), row.text, {"a"}),
+            "sources": find_sources(quote, row.text)[:1],
+            "figures": find_figures(quote, row.text),
+        }
+        found = with_pages(places, row.page_starts)
+        assert {each["page"] for name in found for each in found[name]} == {number}
+        assert found["part_summaries"][0]["last_page"] == number
 
 
 READER = """
@@ -419,9 +465,9 @@ def test_a_reader_of_ones_own_takes_what_it_wants_and_its_faults_are_those_of_fi
             prepare(reader=name)
     assert not prepare(patterns=["*.html"]).has_failed
     prepare(reader="mine:read")
-    assert rows(folder, "id", "text", "pages_without_text") == [
-        {"id": "ours.html", "text": "page", "pages_without_text": None},
-        {"id": "scan.pdf", "text": "first\ufffd\n\n<p>page", "pages_without_text": 1},
+    assert rows(folder, "id", "text", "pages_without_text", "page_starts") == [
+        {"id": "ours.html", "text": "page", "pages_without_text": None, "page_starts": None},
+        {"id": "scan.pdf", "text": "first\ufffd\n\n<p>page", "pages_without_text": 1, "page_starts": [0, 8, 8]},
     ]
     assert failures(folder) == {"dies.png": "crashed", "fails.tiff": "reader failed", "photo.jpg": "left out"}
 
@@ -607,15 +653,20 @@ def test_a_data_set_of_the_hub_keeps_its_columns(folder):
     ]
 
 
-def test_a_data_set_brings_its_ids_to_a_run(folder, prepare):
-    """Without `input.id_column` its summaries had the names of Parquet files, which the next call joins."""
+def test_a_data_set_brings_its_ids_and_pages_to_a_run(folder, prepare):
+    """Without `input.id_column` its summaries had the names of Parquet files, which the next call joins. Pages are
+    those of its column `text`.
+    """
     (folder / "a.txt").write_text("one two three")
     prepare()
     source = opened(f"{folder}.out")
     assert source.options.id_column == "id"
+    assert source.options.pages_column == "page_starts"
+    assert opened(f"{folder}.out", text_column="title").options.pages_column is None
     assert source.doc_id(DocumentKey(0, 0)) == "a.txt"
     pq.write_table(pa.table({"text": ["another"]}), f"{folder}.out/mine.parquet")
-    assert opened(f"{folder}.out").options.id_column is None
+    options = opened(f"{folder}.out").options
+    assert options.id_column is options.pages_column is None
 
 
 def test_a_table_is_read_as_it_was_meant_or_refused(folder, prepare):

@@ -71,7 +71,7 @@ def test_a_missing_column_is_a_run_error_that_lists_those_there(write):
     path = write("a.parquet", {"body": ["x"], "n": [1]})
     assert run_error(path) == "a.parquet has no column 'text' (input.text_column); it has body, n"
     assert run_error(path, text_column="boddy").endswith("it has body, n; did you mean body?")
-    for option in ("id_column", "options_column", "reference_column"):
+    for option in ("id_column", "options_column", "reference_column", "pages_column"):
         assert f"input.{option}" in run_error(path, text_column="body", **{option: "missing"})
     assert "input.passthrough" in run_error(path, text_column="body", passthrough=("missing",))
 
@@ -127,6 +127,9 @@ def test_a_mistyped_column_is_a_run_error_that_writes_out_the_cast(write, option
     query = message.partition("DuckDB: ")[2].replace("...", f"'{path}'")
     duckdb.sql(f"COPY ({query}) TO '{path.parent}/b.parquet'")
     assert opened(f"{path.parent}/b.parquet", **options).num_rows == 1
+    of_pages = run_error(path, text_column="body", pages_column=column)
+    assert of_pages.startswith(f"a.parquet: column '{column}' (input.pages_column) is ")
+    assert of_pages.endswith(", but must be a list of integers")
 
 
 def test_a_row_group_that_no_worker_can_hold_is_refused_with_the_way_out(write, monkeypatch):

@@ -126,6 +126,18 @@ def test_each_sentence_with_a_source_is_a_link_to_its_passages(page, report):
     assert "Of the sentences of the texts, 50% have a source in their documents." in page.text
 
 
+def test_a_source_in_a_pdf_is_a_link_to_its_page(report):
+    """Of other documents the page is named, or the characters where no page is known."""
+    [text, other, *rest] = report["texts"]["random"]
+    source = {"sentence": "x", "begin": 3, "end": 9, "score": 50.0, "passage": "A passage."}
+    shown = text | {"summary": "x", "sources": [source | {"page": 2}], "pdf": "file:///in/a%20%22b.pdf"}
+    named = other | {"summary": "x", "sources": [source | {"page": 7}]}
+    page = Page(to_html(report | {"texts": {"random": [shown, named, *rest], "flagged": []}}))
+    links = [values["href"] for tag, values in page.elements if tag == "a"]
+    assert "file:///in/a%20%22b.pdf#page=2" in links
+    assert re.search(r"page 2, 50%: A passage\..*page 7, 50%: A passage\.", page.text, re.S)
+
+
 def test_a_start_without_a_worker_has_its_place_in_time(report):
     """A Ray that did not start has taken time, too, which nobody saw."""
     failed = report["timeline"][0] | {"run_id": "0000000c", "workers": [], "seconds": 80.0, "exit_code": 1}
