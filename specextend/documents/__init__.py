@@ -1,1 +1,1 @@
-"""Files of many kinds become a data set of documents in Parquet; start at `preparation.py`."""
+"""Conversion of files to documents in Parquet; begin at `preparation.py`."""

@@ -1,8 +1,7 @@
-"""Requests in the input format of OpenAI's Batch API, read as documents.
+"""Documents from requests in the input format of OpenAI's Batch API.
 
-A line names its request, and holds the body that `/v1/chat/completions` takes. The text of its one
-user message is the document. What a run can have only once, such as a system message, must be the
-same in all lines.
+The user message of a request is the document. Options that a run has only once, such as the system
+message, must be equal in all requests.
 """
 
 import json
@@ -38,21 +37,18 @@ _ALWAYS: Values = {
 
 
 class BatchRequests:
-    """The documents of a file of requests. Iterate once; `settings` then says what the run must be
-    given.
-    """
+    """Documents of a file of requests. Iterate once, then read `settings`."""
 
     def __init__(self, path: Path):
-        """Take the file; nothing is read before the iteration."""
         self._path = path
         self._shared: Values | None = None
         self._lines: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[Values]:
-        """Stream documents: `id`, `text` and `max_new_tokens`, None where the request names no
-        limit.
+        """Yield documents with `id`, `text` and `max_new_tokens` (None without a limit).
 
-        Raises InputError, in one line, that names the line and what a run cannot do with it.
+        Raises:
+            InputError: A request cannot be served; the message names its line.
         """
         try:
             with self._path.open(encoding="utf-8") as file:
@@ -64,7 +60,7 @@ class BatchRequests:
 
     @property
     def settings(self) -> str:
-        """Return the arguments of `specextend run` for these requests, quoted for a shell."""
+        """Return arguments of `specextend run` for these requests, quoted for a shell."""
         settings = _ALWAYS | (self._shared or {})
         return " ".join(
             f"--set {shlex.quote(f'{name}={json.dumps(value)}')}"
@@ -100,7 +96,7 @@ class BatchRequests:
                     f"{min(self._lines.values())}); put such requests into files of their own"
                 )
         limit = _limit(body)
-        # responses are told apart by it
+        # responses have no other name
         if (first := self._lines.setdefault(custom_id, number)) != number:
             raise ValueError(
                 f"has the custom_id {custom_id!r} of line {first}; make them different"
@@ -109,7 +105,7 @@ class BatchRequests:
 
 
 def _limit(body: ReadOnly) -> int | None:
-    """Return the most tokens of an answer; None if the request names no limit."""
+    """Return the limit of an answer in tokens; None without one."""
     given = [body[name] for name in _LIMITS if body.get(name) is not None]
     for limit in given:
         if type(limit) is not int or limit < 1:
@@ -134,13 +130,13 @@ def _parse(line: str) -> Values:
 
 
 def _check_keys(what: str, values: ReadOnly, known: Collection[str]) -> None:
-    """Raise ValueError for a key that would be passed over."""
+    """Raise ValueError for an unknown key."""
     if unknown := values.keys() - known:
         raise ValueError(f"has {min(unknown)!r} in {what}, which is not served; remove it")
 
 
 def _messages(messages: Any) -> tuple[str | None, str]:
-    """Return the system message, if there is one, and the user's."""
+    """Return the system message, or None, and the user message."""
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict):
             _check_keys("a message", message, {"role", "content"})
@@ -159,7 +155,7 @@ def _messages(messages: Any) -> tuple[str | None, str]:
 
 
 def _text(content: Any) -> str:
-    """Return a message's text, which may come in parts."""
+    """Return the text of a message."""
     if isinstance(content, str):
         return content
     parts: list[Any] = content if isinstance(content, list) else [None]
@@ -175,10 +171,10 @@ def _text(content: Any) -> str:
 
 
 def write_requests(requests: Iterable[Values], output: str, limit: int | None = None) -> int:
-    """Write requests with their own limits as one Parquet file, whole or not at all; return how
-    many.
+    """Write requests as one Parquet file, whole or not at all; return their number.
 
-    Raises InputError if there are none, or if the output is a folder.
+    Raises:
+        InputError: There are no requests, or `output` is a folder.
     """
     place = resolve(output)
     written = 0

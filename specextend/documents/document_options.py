@@ -1,4 +1,4 @@
-"""Options of files that become documents, and the error of a file that cannot become one."""
+"""Options of `specextend prepare documents`, and the text and error of a file."""
 
 import codecs
 import os
@@ -24,12 +24,12 @@ class Text(NamedTuple):
 
 @dataclass(eq=False)
 class UnreadableError(Exception):
-    """Says why a file, or a row of one, is no document."""
+    """A file or row that cannot become a document."""
 
     reason: str
-    """Two words that are counted."""
+    """Two words, by which failures are counted."""
     message: str
-    """What follows the name of the file."""
+    """Continuation of a sentence that begins with the name of the file."""
 
     def __str__(self) -> str:
         return self.message
@@ -37,41 +37,39 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentOptions:
-    """Which files become documents, and how."""
+    """Options of `specextend prepare documents`."""
 
     patterns: Sequence[str] = ()
-    """Ends of paths, of which a file must match one (`*.md`, `notes/*.txt`); none: all kinds that
-    are read.
-    """
+    """Patterns of paths, such as `*.md`; empty: all known formats."""
     encoding: str | None = None
-    """Of what is not UTF-8 and names no encoding; None refuses that."""
+    """Encoding of files that are not UTF-8 and name none; None refuses them."""
     keep_lines: bool = False
-    """Keep the lines of PDFs; otherwise those of a paragraph are joined."""
+    """Keep the lines of PDFs instead of joining paragraphs."""
     main_only: bool = False
     """Leave out menus, footers and cookie banners of HTML."""
     text_field: str = "text"
-    """Field or column that holds the text of a row."""
+    """Field of a row with the text."""
     id_field: str | None = None
-    """Field or column that holds the id; None: the id is `<file>:<line>`."""
+    """Field of a row with the id; None: the id is `<file>:<line>`."""
     workers: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    """Processes that read files."""
+    """Number of processes that read files."""
     time_limit_s: float = 60.0
-    """Seconds that a file may take, and one more for each MiB of it."""
+    """Seconds for each file, plus one for each MiB."""
     memory_gib: float = 4.0
-    """Memory that a process which reads files may take."""
+    """Memory limit of each process."""
     reader: str | None = None
-    """Function that gets the path and the bytes of each file and returns its text, the texts of its
-    pages, or None to leave the file to specextend: `module:function`.
+    """`module:function` of the user, from path and bytes of a file to its text, a list of the texts
+    of its pages, or None to leave the file to specextend.
     """
     limit: int | None = None
-    """Most files that one call reads."""
+    """Most files of one call."""
     remove_gone: bool = False
-    """Remove the documents of files that are not there any more."""
+    """Remove documents of deleted files."""
 
     def __post_init__(self) -> None:
         try:
             name = codecs.lookup(self.encoding or "utf-8").name
-            "a".encode(name)  # raises for codecs that are no encodings of text
+            "a".encode(name)  # raises for codecs of bytes
         except LookupError as error:
             raise ValueError(
                 f"unknown encoding {self.encoding!r}; give one such as cp1252"

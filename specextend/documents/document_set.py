@@ -1,7 +1,6 @@
-"""A folder of Parquet files to which documents are added, each with an id of its own.
+"""Data set of documents: a folder of Parquet files.
 
-A row names its file with size and time of modification, so that the data set itself says which
-files it has.
+Each row names its file with size and time of modification, so the data set knows its files.
 """
 
 import json
@@ -29,9 +28,8 @@ COUNTS = (
     "hidden_instruction",
     "left_out_characters",
 )
-"""Columns that say what a text lacks: a PDF's empty pages and characters of fonts without a map to
-Unicode, characters that the file has but does not show, instructions to a model among them, and
-characters that `--main-only` leaves out.
+"""Columns that count losses of text: scanned pages and unmapped characters of PDFs, hidden
+characters and instructions to a model, and the characters that `--main-only` left out.
 """
 COLUMNS = {
     "id": pa.string(),
@@ -47,9 +45,9 @@ COLUMNS = {
 }
 """Columns of every data set."""
 _SMALL_BYTES = 32 << 20
-"""Parts that are smaller are joined."""
+"""Size below which parts are joined."""
 _EXACT = 1 << 53
-"""The largest integer up to which all are floating-point numbers, too."""
+"""Largest integer below which floats hold all integers."""
 _REPEATED = """
     CREATE TABLE repeated AS
     SELECT *, first_value(source_path) OVER same AS owner,
@@ -58,7 +56,7 @@ _REPEATED = """
     WINDOW same AS (PARTITION BY id ORDER BY source_path, source_row, part, row)
     QUALIFY row_number() OVER same > 1
 """
-"""Rows whose id another has, which is the first in order of the files."""
+"""Rows with the id of an earlier row, in the order of files."""
 _KEPT = "SELECT part, row FROM rows ANTI JOIN repeated USING (part, row)"
 _STRANGERS = """
     SELECT source_path AS path, source_row AS row, 'repeated id' AS reason,
@@ -66,20 +64,19 @@ _STRANGERS = """
     FROM repeated WHERE source_path != owner OR source_row IS DISTINCT FROM owner_row
     ORDER BY source_path, source_row, part, repeated.row
 """
-"""Those of them that are not the same row once more."""
+"""Repeated ids of different rows."""
 _GROUP_ROWS = 1024
 _GROUP_BYTES = 1 << 20
 
 
 def write_rows(rows: Iterable[Values], target: Location) -> int:
-    """Write rows as one Parquet file in small row groups, whole or not at all; return how many.
-    None make no file.
+    """Write rows as one Parquet file, whole or not at all; return their number.
 
-    The types are those of the values: Booleans, numbers or text. Lists, objects and mixed values
-    become JSON.
+    Columns hold Booleans, numbers or text. Lists, objects and mixed values become JSON. Without
+    rows there is no file.
     """
     num_rows = 0
-    with temporary_folder() as scratch:  # the last row may widen a type
+    with temporary_folder() as scratch:  # the last row may change a type
         groups = []
         for number, group in enumerate(_groups(rows)):
             names = dict.fromkeys([*COLUMNS, *(name for row in group for name in row)])
@@ -127,7 +124,7 @@ def _column(values: list[Any], kind: pa.DataType | None) -> pa.Array:
 
 
 def _joint_schema(footers: list[pq.FileMetaData]) -> pa.Schema:
-    """Return the columns of all, each with a type that holds the values of all exactly."""
+    """Return all columns, with types that hold all values exactly."""
     types = defaultdict(set)
     for footer in footers:
         for i, field in enumerate(footer.schema.to_arrow_schema()):
@@ -138,7 +135,7 @@ def _joint_schema(footers: list[pq.FileMetaData]) -> pa.Schema:
 
 
 def _has_large(footer: pq.FileMetaData, column: int) -> bool:
-    """Return True if integers of a column may be no floating-point numbers."""
+    """Return True if floats may not hold all integers of a column."""
     groups = [footer.row_group(i).column(column).statistics for i in range(footer.num_row_groups)]
     return any(max(-group.min, group.max) > _EXACT for group in groups if group.has_min_max)
 
@@ -152,15 +149,17 @@ def _joint_type(kinds: set[Any]) -> pa.DataType:
 
 
 def _write(tables: Iterable[pa.Table], schema: pa.Schema, target: Location) -> None:
-    """Write tables as row groups of a schema that holds their values."""
+    """Write tables as row groups with the columns of `schema`."""
     with atomic_output(target) as path, pq.ParquetWriter(path, schema, **SEALED) as writer:
         for table in tables:
             writer.write_table(fitted(table, schema))
 
 
 def list_parts(folder: Location) -> dict[str, int]:
-    """Return the files of a data set with their bytes. Raises InputError if the folder has
-    others.
+    """Return the sizes of the files of a data set by name.
+
+    Raises:
+        InputError: The folder has other files.
     """
     sizes = {name: size for name, size in file_sizes(folder).items() if not name.startswith("_")}
     for name in sizes:
@@ -173,16 +172,16 @@ def list_parts(folder: Location) -> dict[str, int]:
 
 
 def new_part(folder: Location) -> Location:
-    """Return the place of a file behind all that are there; another process that adds one chooses
-    another name.
-    """
+    """Return the location of a new part after all others; no process chooses it twice."""
     last = max((int(name.split("-")[1]) for name in list_parts(folder)), default=0)
     return folder.child(f"part-{last + 1:06}-{secrets.token_hex(4)}.parquet")
 
 
 def known_files(folder: Location) -> dict[str, tuple[int, Any]]:
-    """Return size and time of modification of each file that has a row. Raises InputError for
-    another data set.
+    """Return size and time of modification of each file in a data set, by path.
+
+    Raises:
+        InputError: The folder holds another data set.
     """
     names = ["source_path", "source_size", "source_modified"]
     return {
@@ -203,12 +202,17 @@ def _read(part: Location, names: list[str]) -> pa.Table:
 
 
 def settle(folder: Location, without: Collection[str] = ()) -> tuple[int, list[Failure]]:
-    """Remove the rows of some files and those whose id another has; give all parts one schema, and
-    join small ones.
+    """Remove repeated ids and rows of some files, unify the schema, and join small parts.
 
-    Returns the number of rows, and a failure for each whose id is that of another. A part is
-    deleted when its rows are in another one: if the process ends in between, the next call finds
-    some rows twice, and removes them.
+    A part is deleted after its rows were written to another one. If the process ends in between,
+    the next call removes the repeated rows.
+
+    Args:
+        folder: Data set.
+        without: Paths of the files to remove.
+
+    Returns:
+        Number of rows, and a failure for each repeated id.
     """
     sizes = list_parts(folder)
     parts = [folder.child(name) for name in sizes]
@@ -236,9 +240,7 @@ def settle(folder: Location, without: Collection[str] = ()) -> tuple[int, list[F
 
 
 def _with_rows(parts: list[Location], without: Collection[str]) -> Database:
-    """Return a database with what tells rows apart, and which of them have the id of an earlier
-    one.
-    """
+    """Return a database with the keys of all rows, and the table `repeated`."""
     database = Database()
     database.select(
         "CREATE TABLE rows (id TEXT, source_path TEXT, source_row BIGINT, part INT, row BIGINT)"
@@ -252,7 +254,7 @@ def _with_rows(parts: list[Location], without: Collection[str]) -> Database:
 
 
 def _rows_of(part: Location, numbers: np.ndarray) -> Iterator[pa.Table]:
-    """Yield the row groups of a part with the rows of these numbers."""
+    """Yield rows of a part by their numbers."""
     begin = 0
     with open_parquet(part) as parquet:
         for group in range(parquet.num_row_groups):

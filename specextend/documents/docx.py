@@ -1,4 +1,4 @@
-"""The text of Word's files, which mammoth turns into HTML."""
+"""Text of Word files, by way of mammoth's HTML."""
 
 import io
 import re
@@ -13,15 +13,15 @@ from specextend.documents.html import html_text, local_name
 from specextend.documents.text import hidden_counts
 
 _BODY = re.compile(r"(document|footnotes|endnotes)\d*\.xml")
-"""Parts of a DOCX file that have its text."""
+"""Files of the archive with text."""
 _NOTE = re.compile(r'<li id="(foot|end)note-[^"]*"><p>')
-"""How mammoth begins a note, without the mark that it has in the text."""
+"""Beginning of a note in mammoth's HTML, which lacks the mark in the text."""
 _BACK = re.compile(r'<a href="#(foot|end)note-ref-[^"]*">↑</a>')
 _DELETED = ("del", "moveFrom")
 _READ_THROUGH = ("oMathPara", "fldSimple", "dir", "bdo", "subDoc")
-"""Elements that mammoth leaves out with all that is in them."""
+"""Elements that mammoth ignores with their content."""
 _OPERATORS = {"den": "/", "sup": "^", "sub": "_", "lim": "_", "deg": "^"}
-"""What stands before the parts of an equation that is written on one line."""
+"""Signs before the parts of an equation on one line."""
 _OPERANDS = (
     "f",
     "sSub",
@@ -39,7 +39,7 @@ _OPERANDS = (
 
 
 def read_docx(data: bytes, options: DocumentOptions) -> Text:
-    """Return the title, or else the first heading, and the text of a DOCX."""
+    """Return the text of a DOCX; its title is the first heading."""
     import mammoth
 
     if not data.startswith(b"PK"):
@@ -62,11 +62,11 @@ def read_docx(data: bytes, options: DocumentOptions) -> Text:
 
 
 def _plain_word(part: bytes, hidden: list[str]) -> bytes:
-    """Return a part of a DOCX in which all that a reader sees is text that mammoth reads.
+    """Return XML of which mammoth reads all visible text.
 
     Args:
-        part: The XML.
-        hidden: Gets the texts that no reader sees.
+        part: XML of a DOCX.
+        hidden: List to which hidden texts are added.
     """
     root = ElementTree.fromstring(part)
     space = root.tag.partition("}")[0] + "}"
@@ -100,12 +100,12 @@ def _plain_word(part: bytes, hidden: list[str]) -> bytes:
                     text.text = ""
             case "dstrike":
                 node.tag = f"{space}strike"
-            case "cr" | "br":  # of a page or a column, too
+            case "cr" | "br":  # page and column breaks, too
                 node.tag = f"{space}br"
                 node.attrib.clear()
             case "ptab":
                 node.tag = f"{space}tab"
-            # of no font of symbols
+            # fonts of symbols have codes for private use
             case "sym" if (code := int(node.get(f"{space}char", "0"), 16)) < 0xE000:
                 node.tag = f"{space}t"
                 node.text = chr(code)
@@ -120,7 +120,7 @@ def _plain_word(part: bytes, hidden: list[str]) -> bytes:
 
 
 def text_in_lines(node: ElementTree.Element) -> str:
-    """Return all text of an element, which gets a line for each paragraph."""
+    """Return all text of an element, with a line for each paragraph."""
     for each in node.iter():
         if local_name(each) in ("p", "h", "br", "line-break"):
             each.text = "\n" + (each.text or "")
@@ -128,13 +128,13 @@ def text_in_lines(node: ElementTree.Element) -> str:
 
 
 def _is_hidden(node: ElementTree.Element) -> bool:
-    """Return True for a run that is hidden, and a cell of a table that is deleted."""
+    """Return True for a hidden run and a deleted cell of a table."""
     sign = next(chain(node.iterfind("{*}rPr/{*}vanish"), node.iterfind("{*}tcPr/{*}cellDel")), None)
     return sign is not None and not {"0", "false", "off"} & {*sign.attrib.values()}
 
 
 def _chosen(menu: ElementTree.Element) -> str:
-    """Return the entry of a drop-down form field that is chosen: the first, if none is named."""
+    """Return the chosen entry of a drop-down field, by default the first."""
     entries = [value for each in menu.iterfind("{*}listEntry") for value in each.attrib.values()]
     names = [*menu.iterfind("{*}result"), *menu.iterfind("{*}default")]
     numbers = [int(value) for each in names for value in each.attrib.values()]
@@ -142,7 +142,7 @@ def _chosen(menu: ElementTree.Element) -> str:
 
 
 def _boxes(node: ElementTree.Element) -> Iterator[ElementTree.Element]:
-    """Yield the text boxes of a drawing, but not those in another one."""
+    """Yield the outermost text boxes of a drawing."""
     for child in node:
         if local_name(child) == "txbxContent":
             yield child
@@ -182,4 +182,4 @@ def formula(node: ElementTree.Element) -> str:
             parts.append(signs["chr"])
         case "d" | "mr" | "eqArr" | "m":
             return signs["begChr"] + signs["sepChr"].join(parts) + signs["endChr"]
-    return "".join(parts) + " " * (name in _OPERANDS)  # what follows is no part of it
+    return "".join(parts) + " " * (name in _OPERANDS)  # ends the last operand

@@ -1,4 +1,4 @@
-"""Processes that read files. A file that hangs its reader, or ends it, fails alone."""
+"""Processes that read files; a file that hangs or kills its process fails without the others."""
 
 import importlib
 import io
@@ -39,21 +39,19 @@ from specextend.documents.table_rows import ROW_READERS, NumberedRow, as_row
 from specextend.documents.text import num_visible
 
 _AHEAD = 64
-"""Most files, for each process, that are read or wait in memory before the first of them is
-done.
-"""
+"""Most files per process that are read ahead of the first unfinished file."""
 _HOPELESS = 1000
-"""Bad rows at the beginning of a file after which it is given up."""
+"""Bad rows at the beginning of a table after which it is given up."""
 _BUFFER = 1 << 20
-"""Bytes that are read of a table at once: each may be a request of its own."""
+"""Bytes of a table that are read at once; each reading may be a request to a store."""
 
 
 class SourceFile(NamedTuple):
-    """A file that may become documents."""
+    """A file to read."""
 
     location: Location
     path: str
-    """Names it in the data set: an absolute path, or a URI."""
+    """Absolute path or URI."""
     doc_id: str
     kind: str
     size: int
@@ -61,20 +59,18 @@ class SourceFile(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Hold what a file has: a document, or a part that is pending; and what is wrong with it."""
+    """Documents and failures of a file."""
 
     rows: tuple[Values, ...] = ()
     pending: str | None = None
-    """Temporary name of a part that is whole, but whose failures are not written yet."""
+    """Temporary name of a complete part, to be renamed after its failures are written."""
     failures: tuple[Failure, ...] = ()
 
 
 def _read_file(
     file: SourceFile, folder: Location, options: DocumentOptions, *, is_again: bool = False
 ) -> Reading:
-    """Return what a file holds; one that cannot be read is read once more before anything is said
-    of it.
-    """
+    """Read a file, after an OSError once more."""
     try:
         return read_again(file.location, partial(_parse, file, folder, options), file.size)
     except UnreadableError as error:
@@ -83,7 +79,7 @@ def _read_file(
         raise
     except MemoryError:
         return _failed(file, "too large", "needs more memory than a file may take (--memory-limit)")
-    # on damaged bytes the parsers raise whatever they run into; the other files go on
+    # parsers raise any error on damaged bytes
     except Exception as error:  # noqa: BLE001
         if isinstance(error, OSError) and not is_again:
             return _read_file(file, folder, options, is_again=True)
@@ -95,7 +91,7 @@ def _read_file(
 def _parse(
     file: SourceFile, folder: Location, options: DocumentOptions, stored: pa.NativeFile
 ) -> Reading:
-    """Return what the bytes of a file hold, which may be compressed. Raises UnreadableError."""
+    """Read the bytes of a file, compressed or not. Raises UnreadableError."""
     compression = COMPRESSIONS.get(PurePath(file.path.lower()).suffix)
     stream = pa.CompressedInputStream(stored, compression) if compression else stored
     if read_rows := ROW_READERS.get(file.kind):
@@ -111,11 +107,11 @@ def _parse(
 
 
 def _given(path: str, data: bytes, options: DocumentOptions) -> Text | None:
-    """Return what the reader of the user makes of a file; None leaves it to ours.
+    """Return the text of a file by the reader of the user; None without one.
 
     Raises:
         UnreadableError: The reader failed.
-        InputError: The reader cannot be loaded, or returned something else than texts.
+        InputError: The reader cannot be loaded, or returned a wrong type.
     """
     if options.reader is None:
         return None
@@ -141,11 +137,7 @@ def _given(path: str, data: bytes, options: DocumentOptions) -> Text | None:
 
 @cache
 def load_reader(name: str) -> Callable[[str, bytes], Any]:
-    """Import a function by `module:function`, also from the current folder.
-
-    Raises:
-        InputError: There is no such function, or its module cannot be imported.
-    """
+    """Import a function, also from the current folder. Raises InputError."""
     module, _, function = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -171,8 +163,10 @@ def _failed(file: SourceFile, reason: str, message: str) -> Reading:
 def read_table(
     file: SourceFile, lines: Iterable[NumberedRow], folder: Location, options: DocumentOptions
 ) -> Reading:
-    """Write the rows of a table as a part that is pending. Raises UnreadableError if the first
-    thousand are bad.
+    """Write the rows of a table as a pending part.
+
+    Raises:
+        UnreadableError: There are no rows, or the first thousand are bad.
     """
     failures: list[Failure] = []
     pending = f".{secrets.token_hex(8)}.tmp"
@@ -199,7 +193,7 @@ def _good_rows(
 
 
 class _Reader:
-    """A process that reads files, and that is replaced when it hangs or ends."""
+    """A process that reads files, and is replaced when it hangs or ends."""
 
     def __init__(self, folder: Location, options: DocumentOptions):
         self._folder = folder
@@ -207,7 +201,7 @@ class _Reader:
         self._process: SpawnProcess | None = None
 
     def read(self, file: SourceFile) -> Reading:
-        """Return what a file holds, or that it takes too long or ends the process."""
+        """Read a file; a hang or crash becomes its failure."""
         try:
             if self._process is None:
                 self.start()
@@ -226,8 +220,8 @@ class _Reader:
         return _failed(file, reason, message)
 
     def start(self) -> None:
-        """Start the process. Raises InputError if the reader of the user cannot be loaded."""
-        # a fork would copy the locks of pyarrow's threads
+        """Start the process. Raises InputError if the user's reader cannot be loaded."""
+        # a fork would copy locks of pyarrow's threads
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
@@ -235,7 +229,7 @@ class _Reader:
         )
         self._process.start()
         theirs.close()
-        self._answer()  # the time of a file begins when the process is ready
+        self._answer()  # the time limit of a file begins when the process is ready
 
     def _answer(self) -> Any:
         answer = self._connection.recv()
@@ -244,18 +238,18 @@ class _Reader:
         return answer
 
     def stop(self) -> None:
-        """End the process."""
+        """Kill the process and its children."""
         process = self._process
         self._process = None
         if process is not None:
-            with suppress(ProcessLookupError):  # it may not have a group yet
+            with suppress(ProcessLookupError):  # its group may not exist yet
                 os.killpg(process.pid or 0, signal.SIGKILL)
             process.kill()
             process.join()
 
 
 def check_reader(folder: Location, options: DocumentOptions) -> None:
-    """Raise InputError if the reader of the user cannot be loaded in a process that reads files."""
+    """Raise InputError if the user's reader cannot be loaded."""
     reader = _Reader(folder, options)
     try:
         reader.start()
@@ -269,13 +263,15 @@ def check_reader(folder: Location, options: DocumentOptions) -> None:
 def read_files(
     files: Iterable[SourceFile], folder: Location, options: DocumentOptions
 ) -> Generator[Reading, None, None]:
-    """Read files in several processes, each driven by a thread; yield what they hold, in order of
-    the files.
+    """Read files in parallel; yield the readings in order.
 
-    folder: where the parts of tables are written.
+    Args:
+        files: Files to read.
+        folder: Data set, for the parts of tables.
+        options: Options of the command.
     """
     readers = [_Reader(folder, options) for _ in range(options.workers)]
-    idle = deque(readers)  # there are as many threads
+    idle = deque(readers)  # as many as threads
 
     def read(file: SourceFile) -> Reading:
         reader = idle.pop()
@@ -300,13 +296,13 @@ def read_files(
 
 
 def _serve(connection: Connection, folder: Location, options: DocumentOptions) -> None:
-    """Read files, one after the other, until nobody asks for more."""
-    # the one who asks hears it too, and ends this process
+    """Read files until the connection is closed."""
+    # the parent gets it, too, and ends this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(
         resource.RLIMIT_AS, (int(options.memory_gib * (1 << 30)), resource.RLIM_INFINITY)
     )
-    os.setsid()  # programs that a reader starts end with it
+    os.setsid()  # so that programs of a reader end with it
     sys.stdout = sys.stderr
     try:
         if options.reader is not None:

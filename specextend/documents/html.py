@@ -1,6 +1,6 @@
-"""The text of HTML: what a browser shows, with a line for each block.
+"""Text of HTML as a browser shows it, with a line for each block.
 
-What flattening would lose is written out: `[x]`, `10^6`, `[1]` for a note, `~~struck~~`.
+Signs keep the meaning of elements: `[x]`, `10^6`, `[1]` for a note, `~~struck~~`.
 """
 
 from __future__ import annotations
@@ -25,60 +25,60 @@ _BLOCKS = (
     "aside,figure,figcaption,details,summary,dialog,menu,search,hgroup,address,center,form,fieldset,legend,caption,"
     "textarea,button,iframe,noframes,listing,xmp,plaintext,dir,.katex-display,[display=block],[display=true]"
 )
-"""Elements of HTML that begin and end a line."""
+"""Elements that begin and end a line."""
 _LINE = "\x1e"
-"""Stands for the end of a line in HTML, where that of the source is white space."""
+"""Mark of the end of a line; newlines of the source are white space."""
 _RAISED = "\x01"
 _LOWERED = "\x02"
 _NOTE = "\x03"
 _END = "\x04"
-"""Stand around superscripts, subscripts and marks of notes until the text around them is known."""
+"""Marks around superscripts, subscripts and references to notes; their context is known later."""
 _OPEN = "\x05"
 _CLOSE = "\x06"
-"""Stand around a part of a formula, which needs parentheses if it is long."""
+"""Marks around an operand, which gets parentheses if it is long."""
 _STRIKE = "\x07"
 _UNSTRIKE = "\x08"
-"""Stand around struck text until its lines are known."""
+"""Marks around struck text."""
 _STRUCK = re.compile("\x07([^\x08]*)\x08")
 _TEXT = re.compile("[^\\s\x1e](?:[^\x1e]*[^\\s\x1e])?")
 _MARKS = re.compile("[\x01-\x08]")
 _INNERMOST = re.compile("([\x01-\x03])([^\x01-\x04]*)\x04")
 _FRACTION = re.compile("\x01(\\d+)\x04\\s*[/\u2044]\\s*\x02(\\d+)\x04")
 _NOTE_BEGINS = re.compile("(?:^|\x1e)\\s*\x01\\s*(\\w{1,3}|\\W)\\s*\x04")
-"""The mark at the beginning of a note, which is the same in the text."""
+"""Beginning of a note; its reference in the text is the same."""
 _IS_NOTE = re.compile(
     "\x03|\x011\x04|([\\s.,;:!?%\"'\u201d\u2019\u00bb\u2026]|\\b(19\\d\\d|20[0-3]\\d)|\\d,\\d{3})"
     "\x01(\\d{1,3}|[a-z])([,;\u2013-] ?(\\d{1,3}|[a-z]))*\x04"
 )
-"""After the ends of texts, years and numbers with separators of thousands there are notes."""
+"""Notes follow the ends of sentences, years, and numbers such as `1,000`."""
 _IS_EXPONENT = re.compile(
     "(^|[\\W\\d_])(?<!\\d[.,])(?<!\\d)(10|[^\\W\\d_]|[kcmn\u00b5\u03bc]m|in|ft|yd|mi)\x01"
     "|[^\\S\x1e]\x01\\d+\x04\\w|[(/]\x01\\d+\x04\\w"
 )
-"""Ten, letters and units have exponents, isotopes a number before them."""
+"""Exponents follow ten, letters and units; an isotope has a number before its symbol."""
 _IS_PLAIN = re.compile(
     "\\d\x01(st|nd|rd|th|er|re|ère|e|ème)\x04|([A-Z][a-z]?|[)\\]])\x02\\d+\x04(?!\\d)"
     "|[\\s(/][\x01\x02][^\x04]*\x04(?!\\w)|[\x01\x02][\\[^_]|[\x01\x02][^\\w+\u2212-]*\x04"
 )
-"""Ordinals, numbers of atoms, and what stands alone are read as well without a sign."""
+"""Ordinals, numbers of atoms and separate numbers need no sign."""
 _IS_ONE = re.compile(
     "[\\s(/]\x01\\d+\x04|[\x01\x02]([+\u2212-]?\\w+[+\u2212-]?|[+\u2212-])\x04(?!\\w)"
 )
-"""What needs no parentheses."""
+"""Operands without parentheses."""
 _PERMALINK = re.compile("[\u00b6#\u00a7\U0001f517\u2693\ufe0e\ufe0f\uf0c1\u200b\\s]*")
-"""Signs of links from a heading to itself."""
+"""Texts of links from a heading to itself."""
 _TWICE = (
     ".katex:has(math) .katex-html,mjx-container:has(math) > :not(mjx-assistive-mml),"
     ".MathJax:has(math) > :not(.MJX_Assistive_MathML)"
 )
-"""What shows a formula whose MathML is there, too."""
+"""Second forms of formulas in MathML."""
 _MATHJAX = ".MathJax,.MathJax_Preview,.MathJax_Display,.MathJax_SVG,.MathJax_CHTML"
 _DISPLAY_STYLE = re.compile(r"\{\\(?:display|text)style\s(.*)\}", re.DOTALL)
 _UNSEEN = (
     "[hidden]:not([hidden=until-found i]),template,noscript,dialog:not([open]),[popover],datalist,"
     "audio,video,canvas,svg title,svg desc,svg metadata"
 )
-"""What browsers hide by themselves."""
+"""Elements that browsers hide without a style sheet."""
 _UNUSED = re.compile(r"/\*.*?\*/|@media print[^{]*\{([^{}]*\{[^{}]*\})*[^{}]*\}", re.S)
 """Comments, and rules for paper."""
 _SOMETIMES = re.compile(r"@[^{};]*\{([^{}]*\{[^{}]*\})*[^{}]*\}")
@@ -87,7 +87,7 @@ _RULE = re.compile(r"([^{}]*)\{([^{}]*)\}")
 _HIDES = re.compile(r"(?<![\w-])(display\s*:\s*none|visibility\s*:\s*(hidden|collapse))", re.I)
 _SHOWS = re.compile(r"(?<![\w-])(display\s*:(?!\s*none)|visibility\s*:\s*visible)", re.I)
 _STATE = re.compile(r":(?!not|is|where|root|empty|first|last|nth|only)[\w-]+(\([^)]*\))?")
-"""Pseudo-classes that depend on what a reader does."""
+"""Pseudo-classes of the actions of a reader."""
 _FILLED = (
     "input[value]:not([type=checkbox i],[type=radio i],[type=hidden i],[type=submit i],[type="
     "button i],[type=reset i],[type=image i],[type=password i],[type=file i])"
@@ -101,12 +101,12 @@ _BOILERPLATE = (
     "nav,footer,aside,dialog,menu,body > header,[role=navigation],[role=banner],[role=contentinfo],"
     "[role=complementary],[role=dialog],[role=search]"
 )
-"""What surrounds the main part of a web page, by its element and its role."""
+"""Elements and roles around the main part of a web page."""
 _SURROUNDING = re.compile("cookie|consent|menu|navbar|sidebar|footer", re.IGNORECASE)
 _LAYOUT = re.compile(r"(^|[-_])(has|no|not|with|without|is|js)([-_]|$)", re.IGNORECASE)
-"""Words in ids and classes of what surrounds the main part, and of layouts."""
+"""Words in ids and classes of boilerplate, and of layouts."""
 _MAIN = "main,article,h1,[role=main]"
-"""Elements that no boilerplate contains, whatever its name."""
+"""Elements of the main part."""
 _AROUND = (
     (
         'sup:has(a[href*="#"],[role=doc-noteref]),a[href*="#"] sup,sup[class*=note i],'
@@ -146,32 +146,32 @@ _AROUND = (
     ("input:is([type=checkbox i],[type=radio i])[checked]", " [x] ", ""),
     ("input:is([type=checkbox i],[type=radio i]):not([checked])", " [ ] ", ""),
 )
-"""What stands around elements: signs whose meaning their surroundings decide, and white space."""
+"""Selectors, and the marks before and after their elements."""
 _HEAD = 1 << 16
-"""Bytes in which a page names its encoding."""
+"""Bytes at the beginning that may name the encoding."""
 _XHTML = "http://www.w3.org/1999/xhtml"
 _XML_ENCODING = re.compile(r"\A\s*<\?xml[^>]*\sencoding\s*=\s*[\"']([^\"']+)")
 _META_ENCODING = re.compile(r"charset\s*=\s*[\"']?\s*([^\s\"';]+)", re.IGNORECASE)
 _ENTITY = re.compile(r"&(\w+);")
 _ENTITIES = {name: text for name, text in entitydefs.items() if text not in "&<>"}
-"""Characters that pages name and XML does not."""
+"""Names of characters that XML does not define."""
 _CODECS = {"utf-16-le": "utf-8", "utf-16-be": "utf-8", "x-user-defined": "cp1252", "gbk": "gb18030"}
-"""What the web reads where a page names these."""
+"""Codecs of browsers for these labels."""
 
 
 def read_html(data: bytes, options: DocumentOptions, *, is_xml: bool = False) -> Text:
-    """Return title and text of a web page."""
+    """Return the text of a web page."""
     html = decode(data, options.encoding, _named_encoding(data))
     if is_xml:
         html = _xml_as_html(html)
     elif _XHTML in html[:_HEAD]:
-        with suppress(ElementTree.ParseError):  # what is no XML is read as browsers do
+        with suppress(ElementTree.ParseError):  # browsers read broken XML as HTML
             html = _xml_as_html(html)
     return html_text(html, main_only=options.main_only)
 
 
 def _xml_as_html(xml: str) -> str:
-    """Return HTML in which no element ends at its beginning, as `<script src="x"/>` does in XML."""
+    """Return XML as HTML, which has no elements such as `<script src="x"/>`."""
     named = _ENTITY.sub(lambda found: _ENTITIES.get(found[1], found[0]), xml.lstrip())
     root = ElementTree.fromstring(named)
     for node in root.iter():
@@ -186,7 +186,7 @@ def local_name(node: ElementTree.Element) -> str:
 
 
 def _named_encoding(data: bytes) -> str | None:
-    """Return the codec for the encoding that a page names, as the web reads its label."""
+    """Return the codec that browsers use for the encoding of a page; None if it names none."""
     import webencodings
     from selectolax.lexbor import LexborHTMLParser
 
@@ -200,7 +200,7 @@ def _named_encoding(data: bytes) -> str | None:
 
 
 def html_text(html: str, *, main_only: bool = False) -> Text:
-    """Return the title, or else the first heading, and the text with a line for each block."""
+    """Return the text of HTML; without a title, its title is the first heading."""
     from selectolax.lexbor import LexborHTMLParser
 
     tree = LexborHTMLParser(_MARKS.sub("", html.replace(_LINE, "")))
@@ -239,7 +239,7 @@ def html_text(html: str, *, main_only: bool = False) -> Text:
 
 
 def _flattened(text: str, notes: set[str]) -> str:
-    """Return the lines of a text with their marks, of which `notes` are those of notes."""
+    """Return a text with signs in place of marks; `notes` are references of notes."""
     text = _FRACTION.sub(r" \1/\2 ", text.replace("\u2061", " "))
     while _OPEN in text:
         text = re.sub("(?:(?<!\\s)\\s*([_^/]))?\x05(\\w|\\d+)\x06(?=\\w)", r"\1\2 ", text)
@@ -253,7 +253,7 @@ def _flattened(text: str, notes: set[str]) -> str:
 
 
 def _struck(text: str) -> str:
-    """Return a text with `~~` around each struck line, once where struck elements are nested."""
+    """Return a text with `~~` around each struck line."""
     depth = 0
 
     def outermost(found: re.Match[str]) -> str:
@@ -267,7 +267,7 @@ def _struck(text: str) -> str:
 
 
 def _script(notes: set[str], found: re.Match[str]) -> str:
-    """Return a superscript, subscript or mark of a note as it is written on one line."""
+    """Return a superscript, subscript or reference to a note on one line."""
     text = " ".join(found[2].split())
     before = _MARKS.sub("", found.string[max(found.start() - 24, 0) : found.start()]) or _LINE
     after = found.string[found.end() : found.end() + 9].lstrip(_END)[:1]
@@ -299,7 +299,7 @@ def _put_instead(tree: LexborHTMLParser, texts: list[tuple[LexborNode, str]]) ->
 
 
 def _open_shadow_roots(tree: LexborHTMLParser) -> None:
-    """Put shadow roots before what is in their elements, and what fills a slot into it."""
+    """Put shadow roots into the page, and other content into their slots."""
     while template := tree.css_first("template[shadowrootmode]"):
         [root, *_] = template.template_fragments()
         host = template.parent or template
@@ -320,12 +320,12 @@ def _open_shadow_roots(tree: LexborHTMLParser) -> None:
 
 
 def _write_formulas(tree: LexborHTMLParser) -> None:
-    """Leave each formula once: its TeX, or else its MathML."""
+    """Keep one form of each formula: TeX, or else MathML."""
     scripts = tree.css('script[type^="math/tex"]')
     _put_away(tree, tree.css(f"{_TWICE},{_MATHJAX}" if scripts else _TWICE))
     for node in scripts:
         node.insert_before(node.text())
-    for node in tree.css(".mwe-math-element math"):  # in a hidden element, beside an image
+    for node in tree.css(".mwe-math-element math"):  # hidden beside an image
         (node.parent or node).insert_before(node, move=True)
     sources = [(each, each.css_first('annotation[encoding*="tex" i]')) for each in tree.css("math")]
     texts = [(node, tex.text().strip()) for node, tex in sources if tex]
@@ -336,9 +336,9 @@ def _write_formulas(tree: LexborHTMLParser) -> None:
 
 
 def _hidden(tree: LexborHTMLParser, sheets: str) -> Iterator[LexborNode]:
-    """Yield the elements that no rule and no state shows."""
+    """Yield elements that no rule and no action of a reader shows."""
     css = _UNUSED.sub("", sheets)
-    if re.search(r"visibility\s*:\s*visible", css):  # perhaps within what is hidden
+    if re.search(r"visibility\s*:\s*visible", css):  # may be in a hidden element
         css = css.replace("visibility", "")
     styled = [(node, node.attributes["style"] or "") for node in tree.css("[style]")]
     hidden = tree.css(_UNSEEN)
@@ -358,13 +358,13 @@ def _hidden(tree: LexborHTMLParser, sheets: str) -> Iterator[LexborNode]:
 def _selected(tree: LexborHTMLParser, selector: str) -> list[LexborNode]:
     from selectolax.lexbor import SelectolaxError
 
-    with suppress(SelectolaxError):  # browsers ignore such a rule, too
+    with suppress(SelectolaxError):  # browsers ignore such rules, too
         return tree.css(selector)
     return []
 
 
 def _surroundings(tree: LexborHTMLParser) -> Iterator[LexborNode]:
-    """Yield what surrounds the main part of a page, but nothing that holds most of its text."""
+    """Yield boilerplate, except elements with most of the text."""
     assert tree.body is not None
     most = num_visible(tree.body.text()) / 2
     named = (

@@ -1,4 +1,4 @@
-"""Kinds of files: JSON Lines and CSV hold a document in each row, the others one."""
+"""Formats of files and their readers."""
 
 import importlib.util
 import re
@@ -36,18 +36,18 @@ KINDS = {
     ".csv": "csv",
     ".tsv": "csv",
 }
-"""The kind of a file, by its extension in lower case."""
+"""Format by extension. JSON Lines and CSV have a document in each row."""
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".lz4": "lz4", ".zst": "zstd"}
-"""How a file is compressed, by its last extension in lower case."""
+"""Compression by last extension."""
 _OTHERS = {
     b"{\\rtf": "RTF",
     b"\xd0\xcf\x11\xe0": "an old Office file",
     b"PK\3\4": "a ZIP archive",
     b"PAR1": "Parquet",
 }
-"""Beginnings of files that are not read, whatever their name."""
+"""Beginnings of files that are no text."""
 OTHER = "other"
-"""Kind of a file that only `--reader` may read."""
+"""Format of files that only `--reader` may read."""
 _PACKAGES = {
     "pdf": ("pypdfium2", "pypdf"),
     "docx": ("mammoth", "selectolax"),
@@ -62,13 +62,13 @@ _PACKAGES = {
 _INVISIBLE = re.compile(
     "[\u00ad\u200b\u2060\ufeff]|(?<![\U0001f3f4\U000e0000-\U000e007f])[\U000e0000-\U000e007f]+"
 )
-"""Places where a word may be divided, and tags of no flag."""
+"""Soft hyphens, zero-width spaces, and tags outside of flags."""
 _JOINT = "\n\n"
 """Separator of pages."""
 
 
 def kind_of(name: str) -> str | None:
-    """Return the kind of a file by its name, or None if it is not read; it may be compressed."""
+    """Return the format of a file by its name; None for an unknown one."""
     path = PurePath(name.lower())
     if path.suffix in COMPRESSIONS:
         path = PurePath(path.stem)
@@ -76,7 +76,7 @@ def kind_of(name: str) -> str | None:
 
 
 def check_packages(kinds: Iterable[str]) -> None:
-    """Raise InputError, in one line, if a package is missing that files of these kinds need."""
+    """Raise InputError if a package for these formats is missing."""
     for kind in sorted(kinds):
         missing = [
             name for name in _PACKAGES.get(kind, ()) if importlib.util.find_spec(name) is None
@@ -92,7 +92,7 @@ def check_packages(kinds: Iterable[str]) -> None:
 def read_document(
     kind: str, data: bytes, options: DocumentOptions, given: Text | None = None
 ) -> Values:
-    """Return the columns of a document: title, text, counts and the starts of its pages.
+    """Return title, text, counts and pages of a file as columns.
 
     Raises:
         UnreadableError: The file has no text.

@@ -1,4 +1,4 @@
-"""The text of PDFs, with their forms and annotations."""
+"""Text of PDFs, with forms and annotations."""
 
 import ctypes
 import io
@@ -14,37 +14,37 @@ from specextend.documents.text import hidden_counts, num_visible
 
 _ITEM = re.compile(r"([-•▪◦*]|\(?(\d{1,3}|[a-z])[.)])\s")
 _HIDDEN = 0x02 | 0x20
-"""Flags of annotations that a screen does not show."""
+"""Flags of annotations that no screen shows."""
 _FULL = 0.7
-"""A line this long, relative to the long ones of its page, goes on in the next one."""
+"""Length of a full line, relative to the long lines of its page."""
 _DIVIDED = re.compile("[\x02\u00ad\ufffe]\n?")
-"""How PDFium writes the end of a line that divides a word."""
+"""Divided words at the end of a line, as PDFium writes them."""
 _SPACES = re.compile(r"[ \r]*([ \n])[ \r\n]*")
 _PASSWORD = 1 << 13
-"""Flag of fields that show no characters."""
+"""Flag of password fields."""
 _FAR = 40
-"""How much farther a label seems that is above or below its field, and not on its line."""
+"""Weight of vertical distances between a field and its label."""
 _COMPOUND = re.compile(r"\w+(?:-\w+)+")
 _LAST_WORD = re.compile(r"[\w-]*$")
 _FIRST_WORD = re.compile(r"[\w-]*")
 _AND = ("and", "or", "und", "oder", "bzw", "sowie", "et", "ou", "y")
-"""Words after which the second half of a pair stands, as in `pre- and postwar`."""
+"""Words that join halves of a pair, as in `pre- and postwar`."""
 _LAYERS = (b"/OCProperties", b"/ObjStm")
-"""Signs of a file that has layers, or whose catalog is compressed and may name some."""
+"""Signs of layers, and of a compressed catalog that may name layers."""
 _LAYER_OFF = re.compile(rb"/OFF\s*\[\s*\d|/BaseState\s*/OFF")
 _SHOWING = (b"Tj", b"TJ", b"'", b'"', b"Do")
-"""Operators that draw text or another object."""
+"""Operators that draw text or objects."""
 _NO_TITLE = re.compile(
     r"(\(anonymous\)|\(unspecified\)|(untitled|document|presentation)[-_ ]?\d*|untitled document|"
     r"powerpoint presentation)$|"
     r"Microsoft \w+ - |.*\.(pdf|docx?|dotx?|odt|rtf|txt|tex|dvi|ps|indd|qxd|xlsx?|pptx?|html?)$",
     re.IGNORECASE | re.DOTALL,
 )
-"""Titles that programs write into a PDF by themselves."""
+"""Titles that programs write by themselves."""
 
 
 def read_pdf(data: bytes, options: DocumentOptions) -> Text:
-    """Return title and text of a PDF, and what its text lacks."""
+    """Return the text of a PDF by pages."""
     import pypdfium2
 
     try:
@@ -97,7 +97,7 @@ def read_pdf(data: bytes, options: DocumentOptions) -> Text:
 
 
 def _written(pdf: Any) -> bytes:
-    """Return the file as PDFium writes it: its objects are plain and not encrypted."""
+    """Return the file with plain objects."""
     from pypdfium2 import raw
 
     written = io.BytesIO()
@@ -110,7 +110,7 @@ def _characters(pdf: Any) -> str:
 
 
 def _without_hidden_layers(data: bytes) -> bytes:
-    """Return a PDF without the text, forms and annotations of layers that are off."""
+    """Return a PDF without text, forms and annotations of layers that are off."""
     import pypdf
     from pypdf.generic import ContentStream, DictionaryObject, NameObject, NumberObject
 
@@ -159,11 +159,11 @@ def _without_hidden_layers(data: bytes) -> bytes:
 
 
 class _Page(NamedTuple):
-    """Hold the text of a page, with its forms and annotations, and what it lacks."""
+    """Text of a page, with forms and annotations."""
 
     text: str
     num_unmapped: int
-    """Characters that no font maps to Unicode."""
+    """Characters without a map to Unicode."""
     hidden: str
     """Text outside of the page."""
     has_notes: bool
@@ -204,7 +204,7 @@ def _page_text(pdf: Any, number: int) -> _Page:
 
 
 class _Glyph(NamedTuple):
-    """A character, or the text of a field or an annotation, and its place on the page."""
+    """A character, or the text of a field or annotation, with its place."""
 
     text: str
     box: tuple[float, float, float, float]
@@ -217,7 +217,7 @@ class _Glyph(NamedTuple):
 
 
 def _notes(form: Any, page: Any) -> Iterator[_Glyph]:
-    """Yield the values of fields and the texts that are typed onto a page, and take them off it."""
+    """Yield values of fields and typed texts, and remove them from the page."""
     from pypdfium2 import raw
 
     for i in reversed(range(raw.FPDFPage_GetAnnotCount(page))):
@@ -231,7 +231,7 @@ def _notes(form: Any, page: Any) -> Iterator[_Glyph]:
 
 
 def _value(form: Any, note: Any) -> str:
-    """Return the text that a field or a typed annotation shows; empty for any other."""
+    """Return the text that a field or typed annotation shows; empty for all others."""
     from pypdfium2 import raw
 
     kind = raw.FPDFAnnot_GetFormFieldType(form, note) if form else raw.FPDF_FORMFIELD_UNKNOWN
@@ -271,9 +271,10 @@ def _with_notes(glyphs: list[_Glyph], notes: list[_Glyph]) -> str:
 
 
 def _label(glyphs: list[_Glyph], note: _Glyph) -> tuple[int, bool]:
-    """Return the number of the character beside which a note stands, and whether it follows it.
+    """Return the number of the character beside a note, and True if the note follows it.
 
-    The label of a note is the nearest word on its line, unless one above or below is much nearer.
+    The label is the nearest word on the line of the note, unless a word above or below is much
+    nearer.
     """
     left, bottom, right, top = note.box
     nearest = math.inf
@@ -293,13 +294,13 @@ def _label(glyphs: list[_Glyph], note: _Glyph) -> tuple[int, bool]:
 
 
 def join_lines(text: str, compounds: Container[str]) -> str:
-    """Join the lines of each paragraph of a page, and the words that are divided between two.
+    """Join the lines of each paragraph of a page, and divided words.
 
-    A short line ends its paragraph; an empty one and an item of a list begin another.
+    Short lines end a paragraph; empty lines and items of lists begin one.
 
     Args:
         text: Text of the page.
-        compounds: Words of the document, in lower case, that are written with a hyphen.
+        compounds: Hyphenated words of the document in lower case.
     """
     lines = [line.strip() for line in text.splitlines()]
     lengths = sorted(map(len, filter(None, lines))) or [0]
@@ -318,7 +319,7 @@ def join_lines(text: str, compounds: Container[str]) -> str:
 
 
 def _welded(begun: str, line: str, compounds: Container[str]) -> str:
-    """Join a line to a text that ends with a hyphen, which belongs to its word or divides it."""
+    """Join a line to a text that ends with a hyphen."""
     head = _LAST_WORD.search(begun)[0]  # type: ignore[index]
     tail = _FIRST_WORD.match(line)[0]  # type: ignore[index]
     if head == "-" or tail in _AND:

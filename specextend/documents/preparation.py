@@ -1,5 +1,6 @@
-"""Files of documents become one data set. Another call reads only the files that are new, that have
-changed or that have failed.
+"""The command `specextend prepare documents`: files become a data set.
+
+Another call reads only new, changed and failed files.
 """
 
 import json
@@ -48,36 +49,36 @@ _OTHER_KIND = (
     "yours reads it"
 )
 _HIDDEN = (".", "~$")
-"""Beginnings of names that users do not see, and of what Word keeps beside an open file."""
+"""Beginnings of hidden names, and of temporary files of Word."""
 _PART_BYTES = 64 << 20
 _COMMIT_S = 60
-"""Seconds of reading that a killed process loses at most."""
+"""Seconds of reading that a killed process may lose."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Say what a call has done."""
+    """Result of a call."""
 
     num_documents: int
-    """In the data set."""
+    """Documents in the data set."""
     num_read: int
     num_failed: int
-    """Files that were to be read of which nothing is in the data set."""
+    """Files that were tried and have no document."""
     num_unchanged: int
     num_waiting: int
-    """Files that are left to the next call."""
+    """Files left to the next call."""
     failures: list[Failure]
-    """In order of the files; those that are only said are the last."""
+    """Failures in the order of files, then files that were left out or are gone."""
     counts: Mapping[str, int]
-    """What the text of the PDFs lacks that this call read, by its column."""
+    """Sums of the columns `COUNTS` of new documents."""
 
     @property
     def has_failed(self) -> bool:
-        """Return True if something that was wanted is not in the data set."""
+        """Return True if a wanted file is not in the data set."""
         return any(failure.reason not in (LEFT_OUT, GONE) for failure in self.failures)
 
     def summary(self, output: str) -> str:
-        """Say in one line what there is now."""
+        """Return one line about the data set and this call."""
         said = [f"{counted(self.num_documents, 'document')} in {output}"]
         if self.num_unchanged or self.num_waiting:
             waiting = f", {self.num_waiting:,} left to the next call" if self.num_waiting else ""
@@ -104,11 +105,16 @@ def prepare_documents(
     options: DocumentOptions,
     on_progress: Callable[[int, int], None],
 ) -> Prepared:
-    """Bring a data set up to date with files, folders and globs, local or URIs.
+    """Bring a data set up to date with its files.
 
-    on_progress: gets the numbers of files that were read, and that are to be read. Raises
-    InputError, in one line, for sources without a file, an output that is something else, or a
-    missing package.
+    Args:
+        sources: Files, folders and globs, local or URIs.
+        output: Folder of the data set.
+        options: Options of the command.
+        on_progress: Called with the numbers of read and of all files.
+
+    Raises:
+        InputError: There is no file, `output` is no data set, or a package is missing.
     """
     folder = _open(output)
     known = known_files(folder)
@@ -153,7 +159,7 @@ def prepare_documents(
 
 
 def _remember(failure: Failure) -> Failure:
-    """Return what an earlier call named of a file that is not found this time."""
+    """Return the failure of an earlier call for a file that is gone."""
     if failure.reason == GONE:
         return failure
     return failure._replace(
@@ -165,8 +171,10 @@ def _remember(failure: Failure) -> Failure:
 def prepare_rows(
     name: str, lines: Iterable[NumberedRow], output: str, options: DocumentOptions
 ) -> Prepared:
-    """Put numbered rows into a data set, in the place of those of that name. Raises InputError if
-    all are bad.
+    """Put rows into a data set in place of earlier rows of the same name.
+
+    Raises:
+        InputError: All rows are bad.
     """
     folder = _open(output)
     failures = [failure for failure in read_errors(folder) if failure.path != name]
@@ -182,9 +190,7 @@ def prepare_rows(
 
 
 def _open(output: str) -> Location:
-    """Return the folder of a data set, without what a killed process has left. Raises InputError if
-    it is a file.
-    """
+    """Return the folder of a data set without temporary files. Raises InputError for a file."""
     folder = resolve(output)
     if folder.info.is_file:
         raise InputError(f"{output} is a file; name a folder for the data set")
@@ -195,10 +201,9 @@ def _open(output: str) -> Location:
 def find_files(
     sources: Sequence[str], options: DocumentOptions, output: Location
 ) -> tuple[list[SourceFile], list[Failure]]:
-    """Find the files of some sources, each once, in path order; the failures are those that are
-    left out by name.
+    """Find files in the order of their paths; return them, and the files left out by name.
 
-    The id is the path below the source; if there are several, the whole path as it is written.
+    The id of a file is its path below the source, or the whole path if there are several sources.
     """
     found: dict[str, SourceFile] = {}
     others: dict[str, Failure] = {}
@@ -233,7 +238,7 @@ def find_files(
 
 
 def _kind(path: str, relative: str, is_named: bool, options: DocumentOptions) -> str | Failure:
-    """Return the kind of a file, or why its name leaves it out."""
+    """Return the format of a file, or the reason to leave it out."""
     if any("\udc80" <= character <= "\udcff" for character in path):
         return Failure(
             path, None, "bad name", "has a name that is not UTF-8, which cannot be an id; rename it"
@@ -254,11 +259,9 @@ def _kind(path: str, relative: str, is_named: bool, options: DocumentOptions) ->
 
 
 def _list(source: str) -> tuple[Location, tuple[str, ...], list[FoundFile]]:
-    """Return the folder that is searched, the components of the source below it, and its files,
-    each once.
+    """Return the folder of a source, the pattern below it, and its files.
 
-    Hidden files are left out, except one that is named. Raises InputError if there is no such
-    place.
+    Hidden files are found only by their full name. Raises InputError for a missing source.
     """
     found = find(resolve(source), _HIDDEN)
     if found is None:
@@ -283,8 +286,8 @@ def _add(
     failures: list[Failure],
     on_progress: Callable[[int], None],
 ) -> tuple[int, Counter[str]]:
-    """Add what is read to the data set, and to the failures; return the number of all documents,
-    and what new lack.
+    """Add readings to the data set and to `failures`; return the number of documents, and sums
+    of `COUNTS`.
     """
     rows: list[Values] = []
     counts: Counter[str] = Counter()
@@ -297,7 +300,7 @@ def _add(
                 rows.append(row)
                 num_bytes += len(row["text"])
                 counts.update({name: row.get(name, 0) for name in COUNTS})
-            # the failures first: rows without them would look complete
+            # failures first: rows without them would look complete
             if reading.pending is not None:
                 _write_errors(folder, failures)
                 folder.filesystem.move(folder.child(reading.pending).path, new_part(folder).path)
@@ -307,7 +310,7 @@ def _add(
                 num_bytes = 0
                 since = time.monotonic()
             on_progress(done)
-    finally:  # also when it is interrupted
+    finally:  # also after an interruption
         write_rows(rows, new_part(folder))
     num_documents, repeated = settle(folder)
     failures += repeated

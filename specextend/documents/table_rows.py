@@ -1,4 +1,4 @@
-"""Rows of CSV, of JSON Lines and of the Hugging Face Hub that become documents."""
+"""Documents from rows of CSV, JSON Lines and data sets of the Hugging Face Hub."""
 
 import csv
 import json
@@ -17,17 +17,15 @@ from specextend.documents.document_set import COLUMNS
 from specextend.documents.text import HALF_CHARACTER, NOT_UTF8, decoded_lines
 
 NumberedRow = tuple[int, Any]
-"""The number of a row, and its values or what is wrong with it."""
+"""Number of a row, and its values or its error."""
 _SPACED = re.compile(r'[ \t]+"([^"]|"")*"?')
-"""What a cell would hold whose quotes stand after a space, so that they do not count."""
+"""A quoted cell after a space, which the quotes do not quote."""
 _SEPARATOR = re.compile(r'"?sep=(.)"?\s*')
-"""How Excel names what separates the cells, in a line before the header."""
+"""Line before the header in which Excel names the separator."""
 
 
 def as_row(values: Any, place: str, number: int, options: DocumentOptions) -> Values:
-    """Return a row's id, title, text and number, and its other fields. Raises UnreadableError for
-    what is missing.
-    """
+    """Return a row as columns of a document. Raises UnreadableError."""
     if isinstance(values, UnreadableError):
         raise values
     if not isinstance(values, Mapping):
@@ -72,7 +70,7 @@ def _json_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[NumberedRow
 
 
 def json_value(text: str) -> Any:
-    """Return a JSON value whose characters are whole. Raises UnreadableError."""
+    """Return a JSON value. Raises UnreadableError, also for halves of surrogate pairs."""
     try:
         value = json.loads(text, object_pairs_hook=unique_fields, parse_float=_number)
     except (ValueError, RecursionError) as error:
@@ -85,9 +83,7 @@ def json_value(text: str) -> Any:
 
 
 def _number(text: str) -> float:
-    """Return a number of JSON. Raises ValueError for one that is larger than any floating-point
-    number.
-    """
+    """Return a number of JSON. Raises ValueError for a number beyond floats."""
     value = float(text)
     if math.isinf(value):
         raise ValueError(f"{text} is larger than a number can be; write it as text")
@@ -95,10 +91,10 @@ def _number(text: str) -> float:
 
 
 def _csv_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[NumberedRow]:
-    """Yield the rows below the header, which shows what separates the cells; the number is that of
-    the last line.
+    """Yield rows, each with the number of its last line.
 
-    Raises UnreadableError where nobody knows which cells were meant.
+    The separator is the most frequent one in the header. Raises UnreadableError for ambiguous
+    quotes.
     """
     csv.field_size_limit(sys.maxsize)
     lines = decoded_lines(file, options.encoding)
@@ -150,19 +146,17 @@ ROW_READERS: dict[str, Callable[[BinaryIO, DocumentOptions], Iterator[NumberedRo
     "csv": _csv_rows,
     "jsonl": _json_rows,
 }
-"""What yields the lines of a kind of table with their numbers, each as its values or what is wrong
-with it.
-"""
+"""Readers of tables by format."""
 
 
 def hub_rows(
     name: str, subset: str | None, split: str, limit: int | None = None
 ) -> Iterator[NumberedRow]:
-    """Stream the numbered rows of a data set by its name on the Hugging Face Hub, or of a local
-    folder of one.
+    """Stream rows of a data set of the Hugging Face Hub, or of a local folder.
 
-    Raises, in one line, InputUnreachableError if the Hub cannot be reached, InputError if the data
-    set or its split is unknown.
+    Raises:
+        InputUnreachableError: The Hub cannot be reached.
+        InputError: The data set or its split is unknown.
     """
     import datasets
 

@@ -1,4 +1,4 @@
-"""Files of text: their encoding, and Markdown's title."""
+"""Encodings of text, hidden instructions, and Markdown."""
 
 import codecs
 import io
@@ -14,7 +14,7 @@ from specextend.documents.document_options import DocumentOptions, Text, Unreada
 
 _BOMS = {
     codecs.BOM_UTF8: "utf-8-sig",
-    codecs.BOM_UTF32_LE: "utf-32",  # which begins as that of UTF-16 does
+    codecs.BOM_UTF32_LE: "utf-32",  # begins like that of UTF-16
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
@@ -22,9 +22,7 @@ _BOMS = {
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 NOT_UTF8 = "is not UTF-8; name its encoding, as in --encoding cp1252"
 _SHIFT = re.compile("\0|\x1b\\$")
-"""What UTF-8 has not: UTF-16 that is read as such, and the beginning of text in ISO-2022, whose
-bytes are all ASCII.
-"""
+"""Signs of UTF-16 and ISO-2022 in text that was decoded as UTF-8."""
 
 
 _IGNORE = (
@@ -54,15 +52,15 @@ _INSTRUCTION = re.compile(
     rf"|\b(?:for|to|note|instructions?)\W+(?:the\W+|any\W+)?{_MODEL}\W+(?:reviewers?|agents?|:)",
     re.IGNORECASE,
 )
-"""Text that addresses a model, in English, German, French, Spanish, Italian and Portuguese."""
+"""Text that addresses a model, in six languages."""
 
 
 def hidden_counts(text: str, shown: str = "") -> dict[str, int]:
-    """Count what a file does not show: characters, and instructions to a model.
+    """Count hidden characters, and hidden instructions to a model.
 
     Args:
-        text: What the file has.
-        shown: The part of it that readers see.
+        text: Text with the hidden parts.
+        shown: Part of `text` that readers see.
     """
     instructions = [len(_INSTRUCTION.findall(each)) for each in (text, shown)]
     return {
@@ -72,14 +70,15 @@ def hidden_counts(text: str, shown: str = "") -> dict[str, int]:
 
 
 def num_visible(text: str) -> int:
-    """Return the number of characters that are no white space."""
+    """Return the number of characters without white space."""
     return sum(map(len, text.split()))
 
 
 def decode(data: bytes, encoding: str | None, named: str | None = None) -> str:
-    """Decode text by its mark, or else as it names itself, or else as UTF-8 or as is given.
+    """Decode text by its byte order mark, or else as `named`, UTF-8 or `encoding`.
 
-    Raises UnreadableError.
+    Raises:
+        UnreadableError: The encoding does not fit.
     """
     own = _marked(data) or named
     for name in (own,) if own else ("utf-8", encoding or "utf-8"):
@@ -93,15 +92,17 @@ def decode(data: bytes, encoding: str | None, named: str | None = None) -> str:
 
 
 def _marked(data: bytes) -> str | None:
-    """Return the codec of the byte order mark."""
+    """Return the codec of the byte order mark; None without one."""
     return next((name for mark, name in _BOMS.items() if data.startswith(mark)), None)
 
 
 def decoded_lines(file: BinaryIO, encoding: str | None) -> Iterator[str]:
-    """Decode lines by the mark of the file, as UTF-8, or as the encoding that is given.
+    """Decode lines by the byte order mark of a file, or as UTF-8 or `encoding`.
 
-    In those of UTF-8 that cannot be, halves of surrogate pairs stand for the bytes. Raises
-    UnreadableError for others.
+    In UTF-8, halves of surrogate pairs stand for wrong bytes.
+
+    Raises:
+        UnreadableError: Another encoding does not fit.
     """
     head = file.peek(4)[:4]  # type: ignore[attr-defined]
     own = _marked(head) or (encoding or "ascii" if b"\0" in head else "utf-8-sig")
@@ -125,7 +126,7 @@ def decoded_lines(file: BinaryIO, encoding: str | None) -> Iterator[str]:
 
 
 _FRONT = re.compile(r"(---|\+\+\+)[ \t]*\n(.*?)\n\1[ \t]*(?:\n|\Z)", re.DOTALL)
-"""Metadata before a text of Markdown, in YAML or TOML."""
+"""Metadata before a Markdown text, in YAML or TOML."""
 _COMMENT = re.compile("<!--.*?-->", re.DOTALL)
 _ANCHOR = re.compile(r" ?\{[#.:][^}]*\}\Z")
 _PAYLOAD = re.compile(
@@ -134,7 +135,7 @@ _PAYLOAD = re.compile(
 
 
 def read_markdown(data: bytes, options: DocumentOptions) -> Text:
-    """Return the title and the text as it is written, without comments and embedded files."""
+    """Return Markdown as it is, without comments and embedded files."""
     from markdown_it import MarkdownIt
 
     from specextend.documents.html import html_text
@@ -154,7 +155,7 @@ def read_markdown(data: bytes, options: DocumentOptions) -> Text:
 
 
 def _front_matter(text: str) -> tuple[str, int]:
-    """Return the title in metadata before a text, and where they end."""
+    """Return the title in the metadata before a text, and the end of the metadata."""
     found = _FRONT.match(text)
     values = None
     if found:

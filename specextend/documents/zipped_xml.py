@@ -1,4 +1,4 @@
-"""The text of EPUB, PPTX and ODT: zipped XML, which is read as HTML."""
+"""Text of EPUB, PPTX and ODT: zipped XML, read as HTML."""
 
 import io
 import posixpath
@@ -26,7 +26,7 @@ _ELEMENTS = {
     "table-cell": "td",
     "note-citation": "sup",
 }
-"""Names in HTML of elements of PPTX and ODT."""
+"""Elements of HTML for elements of PPTX and ODT."""
 _TITLES = ("title", "ctrTitle")
 _SPACES = ("tab", "s")
 _REPLACED = (
@@ -38,13 +38,13 @@ _REPLACED = (
     "annotation",
     "covered-table-cell",
 )
-"""Elements whose text is no text of the page, or has another form."""
+"""Elements without text of the page, or with text in another form."""
 _OFF = {("display", "none"), ("is-hidden", "true"), ("show", "0"), ("hidden", "1")}
-"""Attributes of elements, or of their styles, that no reader sees."""
+"""Attributes of hidden elements or their styles."""
 
 
 def read_epub(data: bytes, options: DocumentOptions) -> Text:
-    """Return title and text of an EPUB, in the order in which it is read."""
+    """Return the text of an EPUB by chapters, in reading order."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         locked = "META-INF/encryption.xml"
         if locked in archive.namelist() and b"html" in archive.read(locked):
@@ -64,7 +64,7 @@ def read_epub(data: bytes, options: DocumentOptions) -> Text:
 
 
 def read_pptx(data: bytes, options: DocumentOptions) -> Text:
-    """Return the first slide's title and the text of all slides of a PPTX, without its notes."""
+    """Return the text of a PPTX by slides, without notes; its title is the first of a slide."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         links = _xml(archive, "ppt/_rels/presentation.xml.rels")
         files = {link.get("Id"): posixpath.join("/ppt", link.attrib["Target"]) for link in links}
@@ -76,7 +76,7 @@ def read_pptx(data: bytes, options: DocumentOptions) -> Text:
 
 
 def read_odt(data: bytes, options: DocumentOptions) -> Text:
-    """Return the first heading and the text of an ODT."""
+    """Return the text of an ODT; its title is the first heading."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         parts = [_xml(archive, name) for name in ("styles.xml", "content.xml")]
     styles = {
@@ -93,17 +93,17 @@ def _xml(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
 
 
 def _values(nodes: Iterable[ElementTree.Element]) -> dict[str, str]:
-    """Return the attributes of some elements by their names without namespace."""
+    """Return attributes by their names without namespace."""
     return {name.rpartition("}")[2]: value for node in nodes for name, value in node.items()}
 
 
 def _sums(texts: Iterable[Text]) -> Mapping[str, int]:
-    """Return the counts of hidden text of all texts together."""
+    """Return the sums of the counts of hidden text."""
     return {name: sum(each.counts.get(name, 0) for each in texts) for name in hidden_counts("")}
 
 
 def _read(root: ElementTree.Element, styles: Mapping[str, dict[str, str]]) -> Text:
-    """Return title and text of an element of PPTX or ODT, whose elements become those of HTML."""
+    """Return the text of an element of PPTX or ODT."""
     hidden: list[str] = []
     for node in [*root.iter()]:
         name = local_name(node)
@@ -129,7 +129,7 @@ def _read(root: ElementTree.Element, styles: Mapping[str, dict[str, str]]) -> Te
 
 
 def _style(values: Mapping[str, str]) -> str:
-    """Return the style in CSS of text that is struck, raised or lowered."""
+    """Return the CSS of struck, raised or lowered text."""
     style = ""
     if {values.get("text-line-through-style"), values.get("strike")} - {None, "none", "noStrike"}:
         style = "text-decoration:line-through;"
