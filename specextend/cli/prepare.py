@@ -1,4 +1,4 @@
-"""The command `prepare`: what turns documents of many kinds into a data set of Parquet files."""
+"""The command `prepare`: conversion of files and data sets to Parquet."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _ROWS = takes(
 
 @click.group(no_args_is_help=False)
 def prepare() -> None:
-    """Turn files and data sets into Parquet.
+    """Convert files and data sets to Parquet.
 
     \b
     specextend prepare documents reports/ notes/ --output data/documents
@@ -55,8 +55,8 @@ def prepare() -> None:
     specextend prepare model file.gguf --output models/mine
     specextend prepare draft yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --output drafts/eagle3
 
-    The same command again reads the files that are new, that have changed or that have failed. Exit
-    3: some could not be read; _errors.jsonl in the data set names each, with the reason.
+    The same command again reads only new, changed and failed files. Exit code 3: some could not be
+    read; _errors.jsonl in the data set has a line for each.
     """
 
 
@@ -132,7 +132,7 @@ def hf(
 
 
 def _conclude(prepared: Prepared, output: str, skip_unreadable: bool) -> int:
-    """Print the summary, and failures, equal ones once; return the exit code."""
+    """Print the summary and failures, equal failures once; return the exit code."""
     from specextend.data.prepared import ERRORS
 
     alike: dict[tuple[str, str], list[Failure]] = {}

@@ -105,7 +105,7 @@ class BatchRequests:
 
 
 def _limit(body: ReadOnly) -> int | None:
-    """Return the limit of an answer in tokens; None without one."""
+    """Return the limit of an answer in tokens."""
     given = [body[name] for name in _LIMITS if body.get(name) is not None]
     for limit in given:
         if type(limit) is not int or limit < 1:
@@ -130,7 +130,6 @@ def _parse(line: str) -> Values:
 
 
 def _check_keys(what: str, values: ReadOnly, known: Collection[str]) -> None:
-    """Raise ValueError for an unknown key."""
     if unknown := values.keys() - known:
         raise ValueError(f"has {min(unknown)!r} in {what}, which is not served; remove it")
 
@@ -155,7 +154,6 @@ def _messages(messages: Any) -> tuple[str | None, str]:
 
 
 def _text(content: Any) -> str:
-    """Return the text of a message."""
     if isinstance(content, str):
         return content
     parts: list[Any] = content if isinstance(content, list) else [None]

@@ -43,7 +43,6 @@ COLUMNS = {
     PAGE_STARTS: pa.list_(pa.int64()),
     PAGE_LABELS: pa.list_(pa.string()),
 }
-"""Columns of every data set."""
 _SMALL_BYTES = 32 << 20
 """Size below which parts are joined."""
 _EXACT = 1 << 53
@@ -149,7 +148,6 @@ def _joint_type(kinds: set[Any]) -> pa.DataType:
 
 
 def _write(tables: Iterable[pa.Table], schema: pa.Schema, target: Location) -> None:
-    """Write tables as row groups with the columns of `schema`."""
     with atomic_output(target) as path, pq.ParquetWriter(path, schema, **SEALED) as writer:
         for table in tables:
             writer.write_table(fitted(table, schema))
@@ -254,7 +252,6 @@ def _with_rows(parts: list[Location], without: Collection[str]) -> Database:
 
 
 def _rows_of(part: Location, numbers: np.ndarray) -> Iterator[pa.Table]:
-    """Yield rows of a part by their numbers."""
     begin = 0
     with open_parquet(part) as parquet:
         for group in range(parquet.num_row_groups):

@@ -13,7 +13,6 @@ from specextend.documents.html import html_text, local_name
 from specextend.documents.text import hidden_counts
 
 _BODY = re.compile(r"(document|footnotes|endnotes)\d*\.xml")
-"""Files of the archive with text."""
 _NOTE = re.compile(r'<li id="(foot|end)note-[^"]*"><p>')
 """Beginning of a note in mammoth's HTML, which lacks the mark in the text."""
 _BACK = re.compile(r'<a href="#(foot|end)note-ref-[^"]*">↑</a>')
@@ -128,7 +127,7 @@ def text_in_lines(node: ElementTree.Element) -> str:
 
 
 def _is_hidden(node: ElementTree.Element) -> bool:
-    """Return True for a hidden run and a deleted cell of a table."""
+    """Return True for a hidden run or a deleted cell."""
     sign = next(chain(node.iterfind("{*}rPr/{*}vanish"), node.iterfind("{*}tcPr/{*}cellDel")), None)
     return sign is not None and not {"0", "false", "off"} & {*sign.attrib.values()}
 
@@ -142,7 +141,6 @@ def _chosen(menu: ElementTree.Element) -> str:
 
 
 def _boxes(node: ElementTree.Element) -> Iterator[ElementTree.Element]:
-    """Yield the outermost text boxes of a drawing."""
     for child in node:
         if local_name(child) == "txbxContent":
             yield child

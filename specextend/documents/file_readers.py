@@ -39,11 +39,11 @@ from specextend.documents.table_rows import ROW_READERS, NumberedRow, as_row
 from specextend.documents.text import num_visible
 
 _AHEAD = 64
-"""Most files per process that are read ahead of the first unfinished file."""
+"""Most files per process that are read ahead."""
 _HOPELESS = 1000
 """Bad rows at the beginning of a table after which it is given up."""
 _BUFFER = 1 << 20
-"""Bytes of a table that are read at once; each reading may be a request to a store."""
+"""Bytes of a table per request to its store."""
 
 
 class SourceFile(NamedTuple):
@@ -63,7 +63,7 @@ class Reading(NamedTuple):
 
     rows: tuple[Values, ...] = ()
     pending: str | None = None
-    """Temporary name of a complete part, to be renamed after its failures are written."""
+    """Temporary name of a complete part."""
     failures: tuple[Failure, ...] = ()
 
 
@@ -77,6 +77,11 @@ def _read_file(
         return _failed(file, error.reason, error.message)
     except InputError:
         raise
+    except ImportError as error:
+        raise InputError(
+            f"{file.kind.upper()} cannot be read: {one_line(error)}; install specextend with its "
+            "extra `documents`, or leave such files out (--pattern)"
+        ) from error
     except MemoryError:
         return _failed(file, "too large", "needs more memory than a file may take (--memory-limit)")
     # parsers raise any error on damaged bytes
@@ -91,7 +96,7 @@ def _read_file(
 def _parse(
     file: SourceFile, folder: Location, options: DocumentOptions, stored: pa.NativeFile
 ) -> Reading:
-    """Read the bytes of a file, compressed or not. Raises UnreadableError."""
+    """Read the bytes of a file. Raises UnreadableError."""
     compression = COMPRESSIONS.get(PurePath(file.path.lower()).suffix)
     stream = pa.CompressedInputStream(stored, compression) if compression else stored
     if read_rows := ROW_READERS.get(file.kind):
@@ -201,7 +206,6 @@ class _Reader:
         self._process: SpawnProcess | None = None
 
     def read(self, file: SourceFile) -> Reading:
-        """Read a file; a hang or crash becomes its failure."""
         try:
             if self._process is None:
                 self.start()
@@ -220,7 +224,7 @@ class _Reader:
         return _failed(file, reason, message)
 
     def start(self) -> None:
-        """Start the process. Raises InputError if the user's reader cannot be loaded."""
+        """Start the process. Raises InputError for a bad reader of the user."""
         # a fork would copy locks of pyarrow's threads
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
@@ -238,7 +242,6 @@ class _Reader:
         return answer
 
     def stop(self) -> None:
-        """Kill the process and its children."""
         process = self._process
         self._process = None
         if process is not None:
@@ -296,7 +299,6 @@ def read_files(
 
 
 def _serve(connection: Connection, folder: Location, options: DocumentOptions) -> None:
-    """Read files until the connection is closed."""
     # the parent gets it, too, and ends this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(

@@ -25,14 +25,13 @@ _BLOCKS = (
     "aside,figure,figcaption,details,summary,dialog,menu,search,hgroup,address,center,form,fieldset,legend,caption,"
     "textarea,button,iframe,noframes,listing,xmp,plaintext,dir,.katex-display,[display=block],[display=true]"
 )
-"""Elements that begin and end a line."""
 _LINE = "\x1e"
-"""Mark of the end of a line; newlines of the source are white space."""
+"""Mark of the end of a line."""
 _RAISED = "\x01"
 _LOWERED = "\x02"
 _NOTE = "\x03"
 _END = "\x04"
-"""Marks around superscripts, subscripts and references to notes; their context is known later."""
+"""Marks around superscripts, subscripts and references to notes."""
 _OPEN = "\x05"
 _CLOSE = "\x06"
 """Marks around an operand, which gets parentheses if it is long."""
@@ -55,7 +54,7 @@ _IS_EXPONENT = re.compile(
     "(^|[\\W\\d_])(?<!\\d[.,])(?<!\\d)(10|[^\\W\\d_]|[kcmn\u00b5\u03bc]m|in|ft|yd|mi)\x01"
     "|[^\\S\x1e]\x01\\d+\x04\\w|[(/]\x01\\d+\x04\\w"
 )
-"""Exponents follow ten, letters and units; an isotope has a number before its symbol."""
+"""Exponents follow ten, letters and units; an isotope begins with a number."""
 _IS_PLAIN = re.compile(
     "\\d\x01(st|nd|rd|th|er|re|ère|e|ème)\x04|([A-Z][a-z]?|[)\\]])\x02\\d+\x04(?!\\d)"
     "|[\\s(/][\x01\x02][^\x04]*\x04(?!\\w)|[\x01\x02][\\[^_]|[\x01\x02][^\\w+\u2212-]*\x04"
@@ -64,7 +63,6 @@ _IS_PLAIN = re.compile(
 _IS_ONE = re.compile(
     "[\\s(/]\x01\\d+\x04|[\x01\x02]([+\u2212-]?\\w+[+\u2212-]?|[+\u2212-])\x04(?!\\w)"
 )
-"""Operands without parentheses."""
 _PERMALINK = re.compile("[\u00b6#\u00a7\U0001f517\u2693\ufe0e\ufe0f\uf0c1\u200b\\s]*")
 """Texts of links from a heading to itself."""
 _TWICE = (
@@ -82,7 +80,6 @@ _UNSEEN = (
 _UNUSED = re.compile(r"/\*.*?\*/|@media print[^{]*\{([^{}]*\{[^{}]*\})*[^{}]*\}", re.S)
 """Comments, and rules for paper."""
 _SOMETIMES = re.compile(r"@[^{};]*\{([^{}]*\{[^{}]*\})*[^{}]*\}")
-"""Rules for some screens."""
 _RULE = re.compile(r"([^{}]*)\{([^{}]*)\}")
 _HIDES = re.compile(r"(?<![\w-])(display\s*:\s*none|visibility\s*:\s*(hidden|collapse))", re.I)
 _SHOWS = re.compile(r"(?<![\w-])(display\s*:(?!\s*none)|visibility\s*:\s*visible)", re.I)
@@ -106,7 +103,6 @@ _SURROUNDING = re.compile("cookie|consent|menu|navbar|sidebar|footer", re.IGNORE
 _LAYOUT = re.compile(r"(^|[-_])(has|no|not|with|without|is|js)([-_]|$)", re.IGNORECASE)
 """Words in ids and classes of boilerplate, and of layouts."""
 _MAIN = "main,article,h1,[role=main]"
-"""Elements of the main part."""
 _AROUND = (
     (
         'sup:has(a[href*="#"],[role=doc-noteref]),a[href*="#"] sup,sup[class*=note i],'
@@ -186,7 +182,7 @@ def local_name(node: ElementTree.Element) -> str:
 
 
 def _named_encoding(data: bytes) -> str | None:
-    """Return the codec that browsers use for the encoding of a page; None if it names none."""
+    """Return the codec of browsers for the encoding that a page names."""
     import webencodings
     from selectolax.lexbor import LexborHTMLParser
 
@@ -239,7 +235,7 @@ def html_text(html: str, *, main_only: bool = False) -> Text:
 
 
 def _flattened(text: str, notes: set[str]) -> str:
-    """Return a text with signs in place of marks; `notes` are references of notes."""
+    """Return a text with signs in place of marks."""
     text = _FRACTION.sub(r" \1/\2 ", text.replace("\u2061", " "))
     while _OPEN in text:
         text = re.sub("(?:(?<!\\s)\\s*([_^/]))?\x05(\\w|\\d+)\x06(?=\\w)", r"\1\2 ", text)
@@ -267,7 +263,7 @@ def _struck(text: str) -> str:
 
 
 def _script(notes: set[str], found: re.Match[str]) -> str:
-    """Return a superscript, subscript or reference to a note on one line."""
+    """Return a superscript, subscript or reference on one line."""
     text = " ".join(found[2].split())
     before = _MARKS.sub("", found.string[max(found.start() - 24, 0) : found.start()]) or _LINE
     after = found.string[found.end() : found.end() + 9].lstrip(_END)[:1]
@@ -336,7 +332,7 @@ def _write_formulas(tree: LexborHTMLParser) -> None:
 
 
 def _hidden(tree: LexborHTMLParser, sheets: str) -> Iterator[LexborNode]:
-    """Yield elements that no rule and no action of a reader shows."""
+    """Yield elements that no rule or action shows."""
     css = _UNUSED.sub("", sheets)
     if re.search(r"visibility\s*:\s*visible", css):  # may be in a hidden element
         css = css.replace("visibility", "")

@@ -1,14 +1,12 @@
 """Formats of files and their readers."""
 
-import importlib.util
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from pathlib import PurePath
 
 from specextend.core import Values
-from specextend.data.inputs import InputError
 from specextend.data.prepared import LEFT_OUT, PAGE_LABELS, PAGE_STARTS
 from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
 from specextend.documents.docx import read_docx
@@ -48,17 +46,6 @@ _OTHERS = {
 """Beginnings of files that are no text."""
 OTHER = "other"
 """Format of files that only `--reader` may read."""
-_PACKAGES = {
-    "pdf": ("pypdfium2", "pypdf"),
-    "docx": ("mammoth", "selectolax"),
-    "epub": ("selectolax", "webencodings"),
-    "markdown": ("markdown_it", "selectolax"),
-    "pptx": ("selectolax",),
-    "odt": ("selectolax",),
-    "html": ("selectolax", "webencodings"),
-    "xhtml": ("selectolax", "webencodings"),
-}
-
 _INVISIBLE = re.compile(
     "[\u00ad\u200b\u2060\ufeff]|(?<![\U0001f3f4\U000e0000-\U000e007f])[\U000e0000-\U000e007f]+"
 )
@@ -73,20 +60,6 @@ def kind_of(name: str) -> str | None:
     if path.suffix in COMPRESSIONS:
         path = PurePath(path.stem)
     return KINDS.get(path.suffix)
-
-
-def check_packages(kinds: Iterable[str]) -> None:
-    """Raise InputError if a package for these formats is missing."""
-    for kind in sorted(kinds):
-        missing = [
-            name for name in _PACKAGES.get(kind, ()) if importlib.util.find_spec(name) is None
-        ]
-        if missing:
-            need = f"to read {kind.upper()} takes the package {' and '.join(missing)}"
-            raise InputError(
-                f"{need}: install specextend with its extra `documents`, or leave them out "
-                "(--pattern)"
-            )
 
 
 def read_document(

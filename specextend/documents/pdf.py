@@ -14,14 +14,12 @@ from specextend.documents.text import hidden_counts, num_visible
 
 _ITEM = re.compile(r"([-•▪◦*]|\(?(\d{1,3}|[a-z])[.)])\s")
 _HIDDEN = 0x02 | 0x20
-"""Flags of annotations that no screen shows."""
 _FULL = 0.7
 """Length of a full line, relative to the long lines of its page."""
 _DIVIDED = re.compile("[\x02\u00ad\ufffe]\n?")
 """Divided words at the end of a line, as PDFium writes them."""
 _SPACES = re.compile(r"[ \r]*([ \n])[ \r\n]*")
 _PASSWORD = 1 << 13
-"""Flag of password fields."""
 _FAR = 40
 """Weight of vertical distances between a field and its label."""
 _COMPOUND = re.compile(r"\w+(?:-\w+)+")
@@ -159,13 +157,10 @@ def _without_hidden_layers(data: bytes) -> bytes:
 
 
 class _Page(NamedTuple):
-    """Text of a page, with forms and annotations."""
-
     text: str
     num_unmapped: int
     """Characters without a map to Unicode."""
     hidden: str
-    """Text outside of the page."""
     has_notes: bool
 
 
@@ -211,7 +206,6 @@ class _Glyph(NamedTuple):
     """Left, bottom, right and top."""
 
     def is_on(self, paper: tuple[float, float, float, float]) -> bool:
-        """Return True if a part lies on the page."""
         left, bottom, right, top = self.box
         return left <= paper[2] and right >= paper[0] and bottom <= paper[3] and top >= paper[1]
 
@@ -231,7 +225,7 @@ def _notes(form: Any, page: Any) -> Iterator[_Glyph]:
 
 
 def _value(form: Any, note: Any) -> str:
-    """Return the text that a field or typed annotation shows; empty for all others."""
+    """Return the text that a field or annotation shows."""
     from pypdfium2 import raw
 
     kind = raw.FPDFAnnot_GetFormFieldType(form, note) if form else raw.FPDF_FORMFIELD_UNKNOWN
@@ -253,7 +247,7 @@ def _value(form: Any, note: Any) -> str:
 
 
 def _string(get: Callable[..., int], *given: Any) -> str:
-    """Return the text that a function of PDFium writes into a buffer."""
+    """Return the text from a function of PDFium."""
     size = get(*given, None, 0)
     buffer = (ctypes.c_ushort * (size // 2))()
     get(*given, buffer, size)
@@ -261,7 +255,7 @@ def _string(get: Callable[..., int], *given: Any) -> str:
 
 
 def _with_notes(glyphs: list[_Glyph], notes: list[_Glyph]) -> str:
-    """Return the text of a page with each note beside its label."""
+    """Return the text of a page with notes beside their labels."""
     texts = [glyph.text for glyph in glyphs] + ["\n"]
     for note in notes:
         number, follows = _label(glyphs, note)

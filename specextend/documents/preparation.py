@@ -38,7 +38,7 @@ from specextend.documents.file_readers import (
     read_files,
     read_table,
 )
-from specextend.documents.kinds import OTHER, check_packages, kind_of
+from specextend.documents.kinds import OTHER, kind_of
 from specextend.documents.table_rows import NumberedRow
 
 _AS_IT_IS = (
@@ -60,15 +60,13 @@ class Prepared:
     """Result of a call."""
 
     num_documents: int
-    """Documents in the data set."""
     num_read: int
     num_failed: int
     """Files that were tried and have no document."""
     num_unchanged: int
     num_waiting: int
-    """Files left to the next call."""
     failures: list[Failure]
-    """Failures in the order of files, then files that were left out or are gone."""
+    """Failures by file, then files that were left out or are gone."""
     counts: Mapping[str, int]
     """Sums of the columns `COUNTS` of new documents."""
 
@@ -78,7 +76,7 @@ class Prepared:
         return any(failure.reason not in (LEFT_OUT, GONE) for failure in self.failures)
 
     def summary(self, output: str) -> str:
-        """Return one line about the data set and this call."""
+        """Return one line about the call."""
         said = [f"{counted(self.num_documents, 'document')} in {output}"]
         if self.num_unchanged or self.num_waiting:
             waiting = f", {self.num_waiting:,} left to the next call" if self.num_waiting else ""
@@ -130,9 +128,7 @@ def prepare_documents(
     todo = new[: options.limit]
     paths = {file.path for file in todo}
     failures += [failure for failure in named if failure.path in listed - paths]
-    if options.reader is None:
-        check_packages({file.kind for file in todo})
-    else:
+    if options.reader is not None:
         check_reader(folder, options)
     gone = known.keys() - listed
     message = (
@@ -259,9 +255,8 @@ def _kind(path: str, relative: str, is_named: bool, options: DocumentOptions) ->
 
 
 def _list(source: str) -> tuple[Location, tuple[str, ...], list[FoundFile]]:
-    """Return the folder of a source, the pattern below it, and its files.
-
-    Hidden files are found only by their full name. Raises InputError for a missing source.
+    """Return the folder of a source, the pattern below it, and its files; hidden files need their
+    full name. Raises InputError.
     """
     found = find(resolve(source), _HIDDEN)
     if found is None:
@@ -286,9 +281,7 @@ def _add(
     failures: list[Failure],
     on_progress: Callable[[int], None],
 ) -> tuple[int, Counter[str]]:
-    """Add readings to the data set and to `failures`; return the number of documents, and sums
-    of `COUNTS`.
-    """
+    """Add readings to the data set; return its number of documents, and sums of `COUNTS`."""
     rows: list[Values] = []
     counts: Counter[str] = Counter()
     num_bytes = 0

@@ -19,7 +19,7 @@ from specextend.documents.text import HALF_CHARACTER, NOT_UTF8, decoded_lines
 NumberedRow = tuple[int, Any]
 """Number of a row, and its values or its error."""
 _SPACED = re.compile(r'[ \t]+"([^"]|"")*"?')
-"""A quoted cell after a space, which the quotes do not quote."""
+"""A quoted cell after a space."""
 _SEPARATOR = re.compile(r'"?sep=(.)"?\s*')
 """Line before the header in which Excel names the separator."""
 

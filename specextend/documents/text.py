@@ -92,7 +92,6 @@ def decode(data: bytes, encoding: str | None, named: str | None = None) -> str:
 
 
 def _marked(data: bytes) -> str | None:
-    """Return the codec of the byte order mark; None without one."""
     return next((name for mark, name in _BOMS.items() if data.startswith(mark)), None)
 
 
@@ -155,7 +154,7 @@ def read_markdown(data: bytes, options: DocumentOptions) -> Text:
 
 
 def _front_matter(text: str) -> tuple[str, int]:
-    """Return the title in the metadata before a text, and the end of the metadata."""
+    """Return the title and the end of the metadata."""
     found = _FRONT.match(text)
     values = None
     if found:

@@ -23,7 +23,6 @@ from specextend.data.prepared import ERRORS
 from specextend.data.quality import find_evidence, find_sources
 from specextend.data.storage import resolve, write_bytes
 from specextend.documents.document_options import DocumentOptions
-from specextend.documents.kinds import check_packages
 from specextend.documents.preparation import prepare_documents
 from tests.data.conftest import opened
 from tests.job.conftest import LONGEST_S, specextend
@@ -632,13 +631,16 @@ def test_a_wrong_argument_is_one_line(arguments, said, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_package_names_the_kind_of_file_and_the_extra(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    check_packages({"text", "csv"})
-    with pytest.raises(
-        InputError, match=r"to read PDF takes the package pypdfium2 and pypdf: install .* its extra `documents`"
-    ):
-        check_packages({"text", "pdf"})
+def test_a_missing_package_names_the_format_and_the_extra(folder, prepare, monkeypatch):
+    """It concerns all files of its format, so it is no fault of a file. What was read stays."""
+    monkeypatch.syspath_prepend(folder.parent)
+    (folder.parent / "pypdfium2.py").write_text("import missing_package")
+    (folder / "a.txt").write_text("fine")
+    (folder / "b.pdf").write_bytes(pages("One report."))
+    said = r"PDF cannot be read: No module named 'missing_package'; install .* its extra `documents`"
+    with pytest.raises(InputError, match=said):
+        prepare()
+    assert rows(folder, "text") == ["fine"]
 
 
 def test_a_data_set_of_the_hub_keeps_its_columns(folder):
