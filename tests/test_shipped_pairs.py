@@ -50,6 +50,37 @@ VICUNA = {
     "max_position_embeddings": 4096,
     "rope_scaling": {"rope_type": "linear", "factor": 4.0},
 }
+QWEN3_MOE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "max_position_embeddings": 262144,
+    "rope_theta": 1e7,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "image_size": 896,
+    "intermediate_size": 4304,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+GEMMA3_1B = {"model_type": "gemma3_text", "max_position_embeddings": 32768, "head_dim": 256, "sliding_window": 512}
+GEMMA3_27B = {
+    "model_type": "gemma3",
+    "vision_config": SIGLIP,
+    "text_config": {
+        "model_type": "gemma3_text",
+        "head_dim": 128,
+        "query_pre_attn_scalar": 168,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
 SHAPE = """num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size
     tie_word_embeddings"""
 PUBLISHED = {
@@ -60,10 +91,14 @@ PUBLISHED = {
     "meta-llama/Llama-3.2-3B-Instruct": (LLAMA32, 28, 3072, 8192, 24, 8, 128256, True),
     "meta-llama/Llama-3.1-8B-Instruct": (LLAMA31, 32, 4096, 14336, 32, 8, 128256, False),
     "Qwen/Qwen3-8B": (QWEN3, 36, 4096, 12288, 32, 8, 151936, False),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": (QWEN3_MOE, 48, 2048, 6144, 32, 4, 151936, False),
+    "google/gemma-3-1b-it": (GEMMA3_1B, 26, 1152, 6912, 4, 1, 262144, True),
+    "google/gemma-3-27b-it": (GEMMA3_27B, 62, 5376, 21504, 32, 16, 262208, True),
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": (LLAMA31, 32, 4096, 14336, 32, 8, 128256, False),
     "lmsys/vicuna-7b-v1.5-16k": (VICUNA, 32, 4096, 11008, 32, 32, 32000, False),
 }
 BILLIONS = {"Qwen3-8B": 8.19, "0.5B": 0.49, "1.5B": 1.54, "7B": 7.62, "1B": 1.24, "3B": 3.21, "8B": 8.03, "7b": 6.74}
+BILLIONS |= {"30B": 30.53, "1b": 1.0, "27b": 27.43}
 """Parameters, tied ones counted once, by the models' cards."""
 
 
@@ -71,7 +106,10 @@ def published(folder, model):
     """The name of a folder that holds nothing but the published config of a model."""
     family, *shape = PUBLISHED[model]
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(family | dict(zip(SHAPE.split(), shape, strict=True))))
+    own = dict(zip(SHAPE.split(), shape, strict=True))
+    if text := family.get("text_config"):
+        own = {"text_config": text | own}
+    (folder / "config.json").write_text(json.dumps(family | own))
     return str(folder)
 
 
@@ -91,7 +129,12 @@ def test_the_published_shapes_add_up_to_the_published_sizes(model, tmp_path):
 
 @pytest.mark.parametrize(
     "name, room_gib, mean_tokens",
-    [("qwen2.5-1.5b-cpu", 12, None), ("qwen2.5-7b-24gb", 22, 8_000), ("llama3.2-3b-24gb", 22, 8_000)],
+    [
+        ("qwen2.5-1.5b-cpu", 12, None),
+        ("qwen2.5-7b-24gb", 22, 8_000),
+        ("llama3.2-3b-24gb", 22, 8_000),
+        ("gemma3-27b-a100", 79, 8_000),
+    ],
 )
 def test_a_pair_fits_the_machine_it_is_named_for(name, room_gib, mean_tokens, tmp_path):
     """Weights, both caches and a full batch of the longest prompts; the comments in the file say the same figures.
@@ -119,7 +162,7 @@ def test_a_pair_fits_the_machine_it_is_named_for(name, room_gib, mean_tokens, tm
     assert rows_per_sequence(config, longest) <= target_rows(config, facts)
 
 
-@pytest.mark.parametrize("name", ["deepseek-r1-8b-eagle3-a100", "vicuna-7b-eagle-a100"])
+@pytest.mark.parametrize("name", ["deepseek-r1-8b-eagle3-a100", "vicuna-7b-eagle-a100", "qwen3-30b-a3b-eagle3-a100"])
 def test_a_pair_of_the_paper_has_the_published_context_and_fits_its_card(name, tmp_path):
     """Without its weights or the Hub; a head has one layer as wide as the target's."""
     file = CONFIGS / f"{name}.yaml"
@@ -171,7 +214,10 @@ def test_forwards_of_a_shipped_configuration_take_no_more_than_planned(name, tmp
     longest = longest_request(config, facts)
     room = 22 if name.endswith("24gb") else 79
     config = with_batch_size(config, facts, room * GIB, (min(8_000, longest), longest))
-    shapes = AutoConfig.from_pretrained(target, num_hidden_layers=2)
+    shapes = AutoConfig.from_pretrained(target)
+    text = shapes.get_text_config()
+    kinds = getattr(text, "layer_types", None) or [None]
+    text.update({"num_hidden_layers": 2, "layer_types": [kinds[0], kinds[-1]]})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shapes, dtype=DTYPES[config.target.dtype])
     cached = CachedModel(model.requires_grad_(False), attend_cuda, target_rows(config, facts))

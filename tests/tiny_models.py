@@ -27,7 +27,7 @@ from specextend.core import Request, SamplingParams, Values
 from specextend.decoding.engine import Engine
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.models.causal_lm import load_tokenizer
-from specextend.models.loading import choose_kernels, load_cached_target, load_engine, target_rows
+from specextend.models.loading import choose_kernels, load_cached_target, load_engine, recent_sizes, target_rows
 from specextend.models.model_files import VOCABULARY as VOCABULARY_TENSOR
 from specextend.models.pairing import check_pair, load_drafter
 from specextend.proof.family import small_model
@@ -288,7 +288,7 @@ def engine_with(config, wrap=None, graphs=None, kernels=None, **parts):
     facts = check_pair(config.target, config.active_draft)
     num_rows = target_rows(config, facts)
     kernels = kernels or choose_kernels(config, facts).kernels
-    target, lm_head = load_cached_target(config, num_rows, kernels)
+    target, lm_head = load_cached_target(config, num_rows, kernels, recent_sizes(config, facts))
     usual = {
         "eos_token_ids": frozenset(facts.eos_token_ids),
         "max_tokens": config.max_tokens(facts.context_length),

@@ -148,6 +148,10 @@ class AttentionPlan:
     """
     captured: bool = False
     """Whether a step is being captured; reading `starts` or `lengths` then raises."""
+    recent_starts: list[int] | None = None
+    """[B] first rows in layers with a sliding window, if these have other rows; below 0 where the
+    first rows are gone.
+    """
     windows: dict[int, tuple[KeySpan, ...]] = field(default_factory=dict)
     """Spans by width of a sliding window, made once per forward."""
 
@@ -155,7 +159,7 @@ class AttentionPlan:
         assert all(length >= self.num_new for length in self.lengths)
         if self.captured:
             self.starts = self.lengths = _Unreadable()
-        self.spans = self._split()
+        self.spans = self._split(self.starts, self.on_device)
 
     def new_rows(self, device: torch.device) -> Tensor:
         """Return the cache rows [B, T] int64 that this forward writes."""
@@ -169,21 +173,28 @@ class AttentionPlan:
 
         Visible rows have consecutive positions, so counting rows measures distance in the text.
         """
-        if max(self.lengths) <= window:
+        starts = self.starts if self.recent_starts is None else self.recent_starts
+        if max(self.lengths) <= window and starts is self.starts:
             return self.spans
         if self.mask is None and self.num_new == 1:
-            ends = [sum(each) for each in zip(self.starts, self.lengths, strict=True)]
             lengths = [min(length, window) for length in self.lengths]
-            starts = [end - length for end, length in zip(ends, lengths, strict=True)]
-            return (KeySpan(starts, lengths),)
+            forgotten = zip(starts, self.lengths, lengths, strict=True)
+            return (KeySpan([start + all_ - kept for start, all_, kept in forgotten], lengths),)
         if window not in self.windows:
-            own = torch.ones(1, self.num_new, self.num_new, dtype=torch.bool).tril()
-            mask = own.expand(len(self.lengths), -1, -1) if self.mask is None else self.mask
-            split = self._around_common if mask.shape[2] < window else self._in_one_mask
-            self.windows[window] = split(mask, window)
+            self.windows[window] = self._within(window, starts)
         return self.windows[window]
 
-    def _around_common(self, mask: Tensor, window: int) -> tuple[KeySpan, ...]:
+    def _within(self, window: int, starts: list[int]) -> tuple[KeySpan, ...]:
+        """Return the spans of `spans_within` for several queries."""
+        if max(self.lengths) <= window:
+            return self._split(starts)
+        own = torch.ones(1, self.num_new, self.num_new, dtype=torch.bool).tril()
+        mask = own.expand(len(self.lengths), -1, -1) if self.mask is None else self.mask
+        split = self._around_common if mask.shape[2] < window else self._in_one_mask
+        ends = [start + length for start, length in zip(starts, self.lengths, strict=True)]
+        return split(mask, window, ends)
+
+    def _around_common(self, mask: Tensor, window: int, ends: list[int]) -> tuple[KeySpan, ...]:
         """Split a wide window into masked rows, rows that all queries see, and an edge.
 
         A query with n visible masked rows sees the edge except for its first n - 1 rows.
@@ -193,7 +204,6 @@ class AttentionPlan:
         before = [length - rows for length, rows in zip(self.lengths, tail, strict=True)]
         common = [min(rows, window - width - 1) for rows in before]
         edge = [min(rows - shared, width) for rows, shared in zip(before, common, strict=True)]
-        ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
         spans = []
         for lengths, seen in ((tail, mask), (common, None), (edge, self._edge(mask))):
             ends = [end - length for end, length in zip(ends, lengths, strict=True)]
@@ -206,29 +216,30 @@ class AttentionPlan:
         numbers = torch.arange(1, mask.shape[2] + 1, device=mask.device)
         return numbers >= mask.sum(-1, keepdim=True)
 
-    def _in_one_mask(self, mask: Tensor, window: int) -> tuple[KeySpan, ...]:
+    def _in_one_mask(self, mask: Tensor, window: int, ends: list[int]) -> tuple[KeySpan, ...]:
         """Mask all rows of a window no wider than the masked rows."""
         width = mask.shape[2] + window - 1
         lengths = [min(length, width) for length in self.lengths]
-        ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
         starts = [end - length for end, length in zip(ends, lengths, strict=True)]
         seen = pad(mask, (window - 1, 0), value=True)
         num_later = seen.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)
         return (KeySpan(starts, lengths, seen & (num_later <= window)),)
 
-    def _split(self) -> tuple[KeySpan, ...]:
+    def _split(
+        self, starts: list[int], on_device: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[KeySpan, ...]:
         """Split keys into the unmasked prefix and the masked rows; other plans have a single
         span.
         """
         if self.mask is None or self.tree == "dense":
             # the one query of a plain step sees every row
             causal = self.mask is None and self.num_new > 1
-            return (KeySpan(self.starts, self.lengths, self.mask, causal, self.on_device),)
+            return (KeySpan(starts, self.lengths, self.mask, causal, on_device),)
         num_masked = self.mask.shape[2]
         prefix = [length - num_masked for length in self.lengths]
-        tails = [start + length for start, length in zip(self.starts, prefix, strict=True)]
+        tails = [start + length for start, length in zip(starts, prefix, strict=True)]
         tail = KeySpan(tails, [num_masked] * len(tails), self.mask)
-        return (KeySpan(self.starts, prefix), tail) if any(prefix) else (tail,)
+        return (KeySpan(starts, prefix), tail) if any(prefix) else (tail,)
 
 
 def attend_plan(

@@ -48,7 +48,13 @@ from specextend.decoding.grammar import Grammars
 from specextend.decoding.retrieval import scored_layers
 from specextend.document_requests import Task, check_requests, tasks_of
 from specextend.models.causal_lm import ModelFacts, load_tokenizer, target_device
-from specextend.models.loading import GIB, longest_request, rows_per_sequence
+from specextend.models.loading import (
+    GIB,
+    cache_bytes,
+    longest_request,
+    rows_per_sequence,
+    with_batch_size,
+)
 from specextend.models.model_files import HubUnreachableError, resolve_revision, split_revision
 from specextend.models.pairing import check_pair, describe_asks, describe_features, pair_hashes
 from specextend.report.gold import check_gold
@@ -302,9 +308,8 @@ def _check_run(config: RunConfig, prompts: Prompts) -> None:
 def _check_cache(config: RunConfig, facts: ModelFacts) -> None:
     """Raise ValueError if the cache cannot hold a full prompt and its output."""
     longest = longest_request(config, facts)
-    needed = (
-        rows_per_sequence(config, longest) * facts.kv_bytes_per_token(config.target.dtype) / GIB
-    )
+    held = cache_bytes(with_batch_size(config, facts, None), facts)
+    needed = (rows_per_sequence(config, longest) * held.of_row + held.of_windows) / GIB
     if config.decoding.cache_gib < needed:
         raise ValueError(
             f"decoding.cache_gib is {config.decoding.cache_gib:g}, but a prompt and its output "

@@ -21,9 +21,11 @@ from specextend.document_requests import PartPrompts, Task
 from specextend.models.causal_lm import ModelFacts
 from specextend.models.loading import (
     GIB,
+    cache_bytes,
     longest_request,
     memory_bytes,
     rows_per_sequence,
+    target_rows,
     usable_bytes,
     with_batch_size,
 )
@@ -185,14 +187,14 @@ def plan_memory(config: RunConfig, facts: ModelFacts, plan: Plan) -> Values:
     totals = _request_lengths(config, facts, plan)
     if not len(totals):
         return {"memory_gib": sizes, "cache": None}
-    per_row = facts.kv_bytes_per_token(config.target.dtype) / GIB
+    num_rows = target_rows(config, facts)
     longest, mean = (
-        per_row * rows_per_sequence(config, int(number)) for number in (totals.max(), totals.mean())
+        rows_per_sequence(config, int(number)) for number in (totals.max(), totals.mean())
     )
     cache = {
-        "longest_sequence_gib": longest,
-        "longest_sequences_that_fit": int(config.decoding.cache_gib / longest),
-        "mean_sequences_that_fit": int(config.decoding.cache_gib / mean),
+        "longest_sequence_gib": longest * cache_bytes(config, facts).of_row / GIB,
+        "longest_sequences_that_fit": num_rows // longest,
+        "mean_sequences_that_fit": num_rows // mean,
         "max_batch_size": config.decoding.batch_size,
     }
     return {"memory_gib": sizes, "cache": cache}

@@ -48,6 +48,12 @@ class Admission:
                 f"({request.max_new_tokens}) "
                 f"exceed the {self.max_tokens} tokens that the context leaves; shorten one of them"
             )
+        recent = self._cache.recent
+        if recent is not None and request.max_new_tokens > recent.sizes.most_new_tokens:
+            raise ValueError(
+                f"max_new_tokens is {request.max_new_tokens}, and layers with a window have "
+                f"room for {recent.sizes.most_new_tokens}; raise decoding.max_new_tokens"
+            )
         if aligned(num_tokens + self._scratch) > self._num_rows:
             held = counted(self._num_rows, "row")
             raise ValueError(

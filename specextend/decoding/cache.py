@@ -15,12 +15,13 @@ rows of a path, `n` tokens.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from specextend.attention.plan import AttentionPlan
 from specextend.decoding.device import upload
 
 ALIGNMENT = 256
@@ -75,6 +76,131 @@ class RowAllocator:
         self._taken.remove(region)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecentSizes:
+    """Sizes of the cache of layers with a sliding window, which keep the last rows of each text."""
+
+    window: int
+    """Tokens of the widest window."""
+    reading: int
+    """Rows for the prompt that is being read: a window, a chunk, and spare rows."""
+    running: int
+    """Rows of a running sequence: a window, its output, and a tree."""
+    num_sequences: int
+    """Running sequences at most."""
+    most_new_tokens: int
+    """Output tokens of a sequence at most."""
+
+    @property
+    def num_rows(self) -> int:
+        """Return the rows of each layer."""
+        return self.reading + self.num_sequences * self.running
+
+
+class RecentRows:
+    """The rows of layers with a sliding window, which forget what no later token sees.
+
+    One prompt is read at a time, in rows that move to the front when they are full. At its end the
+    last ones are copied to rows of the sequence. The prompt's rows stay until the next is read.
+    """
+
+    def __init__(self, sizes: RecentSizes, parts: Sequence[Tensor], rows: RowAllocator):
+        """Take the rows.
+
+        Args:
+            sizes: Their sizes.
+            parts: Keys and values [L, 2, K, R, D] of these layers.
+            rows: Rows of the layers that keep all; the first one of a region names its sequence.
+        """
+        self.sizes = sizes
+        self._parts = parts
+        self._rows = rows
+        self._reading: int | None = None
+        """First row of the sequence whose prompt is read."""
+        self._first = 0
+        """Position of the first row of that prompt, or of the last one."""
+        self._begin = sizes.num_sequences * sizes.running
+        self._slots: dict[int, int] = {}
+        self._origins: dict[int, int] = {}
+        """Rows of position 0 by first row; below 0 if it was forgotten."""
+        self.shift = torch.zeros(1, 1, dtype=torch.int64)
+        """[B, 1] from rows of other layers to these, for the last forward."""
+
+    def begin(self, start: int, num_tokens: int) -> int:
+        """Begin to read a prompt.
+
+        Args:
+            start: First row of its sequence.
+            num_tokens: Tokens that it shares with the last prompt.
+
+        Returns:
+            `num_tokens` if their last rows are still there, or else 0.
+        """
+        if self._first and num_tokens < self._first + self.sizes.window:
+            num_tokens = 0
+            self._first = 0
+        self._reading = start
+        return num_tokens
+
+    def locate(self, plan: AttentionPlan, device: torch.device) -> None:
+        """Tell a plan where its sequences begin, and make room for the chunk of a prompt."""
+        if plan.starts == [self._reading]:
+            self._make_room(plan.lengths[0], plan.num_new)
+            self._origins[plan.starts[0]] = self._begin - self._first
+        plan.recent_starts = [self._origins[start] for start in plan.starts]
+        shift = torch.tensor(plan.recent_starts) - torch.tensor(plan.starts)
+        self.shift = upload(shift[:, None], device)
+
+    def settle(self, start: int, length: int) -> None:
+        """Give a sequence rows for its output, and copy the end of its prompt of `length`."""
+        taken = self._rows.starts
+        self._slots = {row: slot for row, slot in self._slots.items() if row in taken}
+        first = max(self._first, length - self.sizes.window)
+        target = self._take_slot(start, first)
+        source = self._begin + first - self._first
+        copy_rows(self._parts, source, target, length - first)
+        self._reading = None
+
+    def assume(self, starts: Sequence[int], length: int) -> None:
+        """Count `length` tokens as read by sequences, so that steps can be measured."""
+        self._slots = {}
+        for start in starts:
+            self._take_slot(start, max(0, length - self.sizes.window))
+
+    def _take_slot(self, start: int, first: int) -> int:
+        """Take rows for a sequence from position `first` on; return the first row."""
+        free = {*range(self.sizes.num_sequences)}.difference(self._slots.values())
+        slot = self._slots.setdefault(start, min(free, default=0))
+        row = slot * self.sizes.running
+        self._origins[start] = row - first
+        return row
+
+    def _make_room(self, length: int, num_new: int) -> None:
+        """Move the last rows to the front if new ones do not fit after them."""
+        first = aligned(length - self.sizes.reading)
+        if first > self._first:
+            source = self._begin + first - self._first
+            copy_rows(self._parts, source, self._begin, length - num_new - first)
+            self._first = first
+
+
+def copy_rows(parts: Sequence[Tensor], source: int, target: int, count: int) -> None:
+    """Copy `count` rows of keys and values [..., R, D] from row `source` on to `target`.
+
+    They may overlap if they are a multiple of `ALIGNMENT` apart: blocks of so many rows need no
+    buffer if they are copied in order.
+    """
+    if source == target:
+        return
+    firsts = range(0, count, ALIGNMENT)
+    for first in firsts if target < source else reversed(firsts):
+        end = min(first + ALIGNMENT, count)
+        for part in parts:
+            part[..., target + first : target + end, :] = part[
+                ..., source + first : source + end, :
+            ]
+
+
 class KVCache:
     """Keys and values of every sequence, the heads of a layer one after the other, each with all
     rows.
@@ -89,6 +215,8 @@ class KVCache:
         num_rows: int,
         dtype: torch.dtype,
         device: torch.device,
+        recent: RecentSizes | None = None,
+        windowed: Collection[int] = (),
     ):
         """Allocate the rows of all layers.
 
@@ -97,21 +225,36 @@ class KVCache:
             num_rows: Rows of each layer, which are aligned.
             dtype: Type of keys and values.
             device: Their device.
+            recent: Sizes of layers that keep the last rows of a text; None: all layers keep all.
+            windowed: Numbers of these layers.
         """
         self.num_rows = aligned(num_rows)
-        self.parts = [
-            torch.empty(
-                (shapes.count(shape), 2, shape[0], self.num_rows, shape[1]),
+        forgets = [recent is not None and layer in windowed for layer in range(len(shapes))]
+        kinds = [*zip(shapes, forgets, strict=True)]
+        of_kind = {
+            (shape, is_recent): torch.empty(
+                (
+                    kinds.count((shape, is_recent)),
+                    2,
+                    shape[0],
+                    recent.num_rows if recent and is_recent else self.num_rows,
+                    shape[1],
+                ),
                 dtype=dtype,
                 device=device,
             )
-            for shape in dict.fromkeys(shapes)
-        ]
-        """Keys and values [L, 2, K, R, D] of all layers of the same shape."""
-        of_shape = dict(zip(dict.fromkeys(shapes), map(iter, self.parts), strict=True))
-        self.layers: list[Tensor] = [next(of_shape[shape]) for shape in shapes]
+            for shape, is_recent in dict.fromkeys(kinds)
+        }
+        self.parts = [*of_kind.values()]
+        """Keys and values [L, 2, K, R, D] of all layers of the same kind."""
+        each = {kind: iter(part) for kind, part in of_kind.items()}
+        self.layers: list[Tensor] = [next(each[kind]) for kind in kinds]
         """Keys and values [2, K, R, D] of each layer."""
         self.rows = RowAllocator(self.num_rows)
+        self._whole = [part for (_, is_recent), part in of_kind.items() if not is_recent]
+        self._recent = [part for (_, is_recent), part in of_kind.items() if is_recent]
+        self.recent = RecentRows(recent, self._recent, self.rows) if recent else None
+        """Rows of layers that keep the last ones; None if all layers keep all."""
 
     @property
     def stored(self) -> Tensor:
@@ -130,33 +273,24 @@ class KVCache:
         return self.stored[:, 1]
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Copy `count` rows from `source` on to `target`; both are starts of regions, which may
-        overlap.
-
-        Starts of regions are multiples of `ALIGNMENT`, so blocks of so many rows need no buffer if
-        they are copied in order.
+        """Copy `count` rows of layers that keep all, from `source` on to `target`; both are starts
+        of regions, which may overlap.
         """
-        if source == target:
-            return
-        firsts = range(0, count, ALIGNMENT)
-        for first in firsts if target < source else reversed(firsts):
-            end = min(first + ALIGNMENT, count)
-            for part in self.parts:
-                part[..., target + first : target + end, :] = part[
-                    ..., source + first : source + end, :
-                ]
+        copy_rows(self._whole, source, target, count)
 
     def commit(self, rows: Tensor, paths: Tensor) -> None:
-        """Move the rows of each path to the front of the rows [B, T] that a forward wrote behind
-        the committed ones.
+        """Move the rows of each path to the front of the rows [B, T] that the last forward wrote
+        behind the committed ones.
 
         `paths` [B, W] are places among the T, ascending up to the path's end and the place's own
         number behind it.
         """
-        source = rows.gather(1, paths).flatten()
-        target = rows[:, : paths.shape[1]].flatten()
-        for part in self.parts:
-            part.index_copy_(3, target, part.index_select(3, source))
+        of_recent = rows if self.recent is None else rows + self.recent.shift
+        for parts, places in ((self._whole, rows), (self._recent, of_recent)):
+            source = places.gather(1, paths).flatten()
+            target = places[:, : paths.shape[1]].flatten()
+            for part in parts:
+                part.index_copy_(3, target, part.index_select(3, source))
 
 
 def rotate(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from specextend.attention.backends import Trial, compiled_is_right
 from specextend.attention.plain import LayerKernels
 from specextend.attention.plan import Attend, AttentionPlan
 from specextend.attention.torch_kernels import TORCH
-from specextend.decoding.cache import KVCache
+from specextend.decoding.cache import KVCache, RecentSizes
 from specextend.decoding.device import device_name, release_cached
 from specextend.decoding.layers import (
     CompiledLinear,
@@ -26,7 +26,7 @@ from specextend.decoding.layers import (
     why_not_fused,
 )
 from specextend.decoding.quantized import Scheme, quantized, saved_bytes
-from specextend.decoding.stock import AttentionLayer, StockDecoder, attention_layers
+from specextend.decoding.stock import AttentionLayer, StockDecoder, attention_layers, decoder_of
 from specextend.stats import ModelWork
 
 _CHOSEN_EXPERTS = (
@@ -54,24 +54,25 @@ def count_work(
         quantize: What is to become of the weights of its layers.
     """
     config = model.config.get_text_config()
-    head = model.get_output_embeddings().weight.numel()
+    decoder = decoder_of(model)
     linears = sum(
-        module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)
+        module.weight.numel() for module in decoder.modules() if isinstance(module, nn.Linear)
     )
     experts, share = expert_parameters(model)
     idle = int(experts * (1 - share))
-    # of an embedding of its own, a step reads one row
-    unread = 0 if config.tie_word_embeddings else head
-    num_weights = sum(parameter.numel() for parameter in model.parameters()) - unread - idle
+    # a window takes the same at any length
+    whole = [layer for layer in layers if layer.window is None]
+    # the head is as large as the embedding, of which a step reads a row
+    num_weights = sum(parameter.numel() for parameter in decoder.parameters()) - idle
     return ModelWork(
         weight_bytes=num_weights * dtype.itemsize
         - saved_bytes(model, quantize, dtype, model.device),
-        kv_bytes_per_token=sum(layer.numbers for layer in layers) * dtype.itemsize,
-        layer_parameters=linears - head + experts - idle,
-        head_parameters=head,
+        kv_bytes_per_token=sum(layer.numbers for layer in whole) * dtype.itemsize,
+        layer_parameters=linears + experts - idle,
+        head_parameters=model.get_output_embeddings().weight.numel(),
         attention_flop_per_pair=4
         * config.num_attention_heads
-        * sum(layer.head_dim for layer in layers),
+        * sum(layer.head_dim for layer in whole),
     )
 
 
@@ -86,11 +87,18 @@ def expert_parameters(model: Any) -> tuple[int, float]:
         for name, weight in model.named_parameters()
         if ".experts." in name and weight.dim() == 3
     ]
-    config = model.config.get_text_config()
-    chosen = [getattr(config, name) for name in _CHOSEN_EXPERTS if hasattr(config, name)]
-    if not experts or not chosen or type(chosen[0]) is not int:
+    chosen = chosen_experts(model.config)
+    if not experts or not chosen:
         return sum(weight.numel() for weight in experts), 1.0
-    return sum(weight.numel() for weight in experts), min(1.0, chosen[0] / len(experts[0]))
+    return sum(weight.numel() for weight in experts), min(1.0, chosen / len(experts[0]))
+
+
+def chosen_experts(config: Any) -> int:
+    """Return the experts that a token passes in a layer; 0 if the config names none."""
+    text = config.get_text_config()
+    named = (getattr(text, name) for name in _CHOSEN_EXPERTS if hasattr(text, name))
+    number = next(named, None)
+    return number if isinstance(number, int) else 0
 
 
 def layers_of(model: Any) -> list[AttentionLayer]:
@@ -118,6 +126,7 @@ class CachedModel:
         num_rows: int,
         kernels: LayerKernels = TORCH,
         quantize: Scheme | None = None,
+        recent: RecentSizes | None = None,
     ):
         """Take the model; the layers of Llama's family are replaced by `FusedLayer`.
 
@@ -128,6 +137,7 @@ class CachedModel:
             kernels: The kernels between the products of fused layers.
             quantize: What becomes of the weights of fused layers, which may still lie on another
                 device than the others.
+            recent: Sizes of the cache of layers with a window; None: it has `num_rows`, too.
         """
         self.config: Any = model.config.get_text_config()
         self.model = model
@@ -156,7 +166,8 @@ class CachedModel:
         self._decoder: Any = None
         """What runs all layers in one call."""
         shapes = [layer.shape for layer in self.layers]
-        self.cache = KVCache(shapes, num_rows, self.dtype, self.device)
+        windowed = [n for n, layer in enumerate(self.layers) if layer.window is not None]
+        self.cache = KVCache(shapes, num_rows, self.dtype, self.device, recent, windowed)
         self._stock = (
             None if self.is_fused else StockDecoder(model, self.layers, attend, self.cache)
         )
@@ -171,9 +182,14 @@ class CachedModel:
 
         Returns:
             How many of them can be taken over: all, unless a recurrent state is kept only after
-            fewer.
+            fewer, or a layer with a window has forgotten their last rows.
         """
         return num_tokens if self._stock is None else self._stock.take_over(start, num_tokens)
+
+    def end_prompt(self, start: int, num_tokens: int) -> None:
+        """Keep what an output needs of a prompt of `num_tokens` at a row of the cache."""
+        if self.cache.recent is not None:
+            self.cache.recent.settle(start, num_tokens)
 
     def assume_read(self, starts: Sequence[int], num_tokens: int) -> None:
         """Count `num_tokens` as read after rows of the cache, so that steps can be measured."""

@@ -122,6 +122,7 @@ class PromptReader:
         self._features.append(features)
         if sequence.length < len(token_ids):
             return None
+        self._target.end_prompt(sequence.region.start, sequence.length)
         self._last_prompt = LastPrompt(token_ids, sequence.region.start, self._features)
         queries = [plan.queries[layer][0, -1] for layer in self._scored_layers]
         return PromptEnd(hidden[0, -1:], features[0, -1:], queries)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from specextend.attention.plain import attend_reference
-from specextend.attention.plan import Attend, AttentionPlan, attend_plan
+from specextend.attention.plan import Attend, AttentionPlan, KeySpan, attend_plan
 from specextend.decoding.cache import KVCache
 from specextend.decoding.recurrent import RecurrentLayer
 
@@ -43,6 +43,8 @@ class AttentionLayer:
     """Tokens that a token sees at most, itself included; None: all before it."""
     scale: float = 1.0
     """Factor on the products of queries and keys."""
+    has_softcap: bool = False
+    """Whether scores have a limit, so that plain torch attends."""
     recurrent: str = ""
     """Name of the module with a recurrent state, empty if the layer has none."""
     state_bytes: int = 0
@@ -116,22 +118,34 @@ class StockForward:
     cache: KVCache
     rows: Tensor
     """Cache rows [B * T] of the new tokens."""
+    recent_rows: Tensor
+    """The same in layers with a window."""
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """Return the mean of values [B, T, H, D]."""
         keys, values = self.cache.layers[call.layer]
+        rows = self.rows if call.window is None else self.recent_rows
         for new, place in ((call.key, keys), (call.value, values)):
             wide = pad(new, (0, place.shape[-1] - new.shape[-1]))
-            place.index_copy_(1, self.rows, wide.transpose(0, 1).flatten(1, 2))
+            place.index_copy_(1, rows, wide.transpose(0, 1).flatten(1, 2))
         query = call.query.transpose(1, 2).contiguous()
         if call.layer in self.plan.keep_layers:
             self.plan.queries[call.layer] = query
         kernel = self.attend
         if call.softcap is not None:
-            kernel = partial(attend_reference, softcap=call.softcap)
+            kernel = partial(_attend_capped, call.softcap)
         how = call.scale, call.window, call.sinks
         mixed = attend_plan(kernel, query, keys, values, self.plan, *how)
         return mixed[..., : call.value.shape[-1]]
+
+
+def _attend_capped(
+    softcap: float, q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend as `attend_reference` does, to the heads of keys in turn: scores take much memory."""
+    heads = zip(q.chunk(len(k), 2), k.split(1), v.split(1), strict=True)
+    results = [attend_reference(*head, span, scale, softcap) for head in heads]
+    return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 2)
 
 
 class StockDecoder:
@@ -151,7 +165,7 @@ class StockDecoder:
         _name_attention(model)
         self._attend = attend
         self._cache = cache
-        self._decoder = _decoder_of(model)
+        self._decoder = decoder_of(model)
         self._head = _without(self._decoder, model)
         self._states: Any = None
         self.recurrent: list[RecurrentLayer] = []
@@ -173,8 +187,13 @@ class StockDecoder:
         Returns:
             Hidden [B, T, C] after the final norm, and the outputs [B, T, C] of `wanted` layers.
         """
-        rows = plan.new_rows(token_ids.device).flatten()
-        forward = StockForward(self._attend, plan, self._cache, rows)
+        rows = recent_rows = plan.new_rows(token_ids.device)
+        if (recent := self._cache.recent) is not None:
+            recent.locate(plan, rows.device)
+            recent_rows = rows + recent.shift
+        forward = StockForward(
+            self._attend, plan, self._cache, rows.flatten(), recent_rows.flatten()
+        )
         outputs: list[Tensor] = []
         with ExitStack() as stack:
             for layer in wanted:
@@ -186,17 +205,20 @@ class StockDecoder:
         return hidden, outputs
 
     def take_over(self, start: int, num_tokens: int) -> int:
-        """Begin a sequence at a row of the cache with the states of the last prompt.
+        """Begin a sequence at a row of the cache with what is left of the last prompt.
 
         Returns:
-            How many of the `num_tokens` that its prompt shares with the last one are in the states.
+            How many of the `num_tokens` that its prompt shares with the last one are left.
         """
         starts = self._cache.rows.starts
         kept = [layer.take_over(start, num_tokens, starts) for layer in self.recurrent]
-        return min(kept, default=num_tokens)
+        num_kept = min(kept, default=num_tokens)
+        return num_kept if self._cache.recent is None else self._cache.recent.begin(start, num_kept)
 
     def assume_read(self, starts: Sequence[int], num_tokens: int) -> None:
         """Count `num_tokens` as read by sequences that begin at rows of the cache."""
+        if self._cache.recent is not None:
+            self._cache.recent.assume(starts, num_tokens)
         zeros = torch.zeros(1, 1, dtype=torch.int64, device=self._cache.layers[0].device)
         for start in starts if self.recurrent else ():
             self.run(zeros, zeros, AttentionPlan([start], [1], 1, decided=True), ())
@@ -223,12 +245,15 @@ def attention_layers(model: Any) -> list[AttentionLayer]:
     with torch.device("meta"), torch.inference_mode():
         shown = type(model)(config).eval()
         _name_attention(shown)
-        decoder = _decoder_of(shown)
+        decoder = decoder_of(shown)
         found = [AttentionLayer()] * config.get_text_config().num_hidden_layers
 
         def show(call: AttentionCall) -> Tensor:
             head_dim = max(call.key.shape[-1], call.value.shape[-1])
-            found[call.layer] = AttentionLayer(call.key.shape[1], head_dim, call.window, call.scale)
+            has_cap = call.softcap is not None
+            found[call.layer] = AttentionLayer(
+                call.key.shape[1], head_dim, call.window, call.scale, has_cap
+            )
             return call.query.transpose(1, 2)[..., : call.value.shape[-1]]
 
         token = _running.set(show)
@@ -314,7 +339,7 @@ def _keep_output(outputs: list[Tensor], _module: Any, _inputs: Any, output: Any)
     outputs.append(output[0] if isinstance(output, tuple) else output)
 
 
-def _decoder_of(model: Any) -> Any:
+def decoder_of(model: Any) -> Any:
     """Return the layers of a causal LM with its embedding and last norm."""
     found = model.get_decoder()
     return model.model if found is model else found

@@ -34,7 +34,7 @@ from specextend.decoding.device import (
     what_is_missing,
 )
 from specextend.decoding.layers import context_length, why_not_fused
-from specextend.decoding.model import layers_of
+from specextend.decoding.model import chosen_experts, layers_of
 from specextend.decoding.quantized import check_device, check_quantizable, saved_bytes
 from specextend.decoding.stock import AttentionLayer
 from specextend.folders import cache_folder, temporary_folder
@@ -135,6 +135,8 @@ class ModelFacts:
     layers: tuple[AttentionLayer, ...]
     """The attention of each layer."""
     num_heads: int
+    num_chosen_experts: int
+    """Experts that a token passes in a layer; 0 without experts."""
     hidden_size: int
     intermediate_size: int
     has_head_norms: bool
@@ -185,6 +187,16 @@ class ModelFacts:
         """Return how many keys and values one token has in the model's KV cache."""
         return sum(layer.numbers for layer in self.layers)
 
+    @property
+    def window(self) -> int:
+        """Return the tokens of its widest sliding window; 0 if it has none."""
+        return max(layer.window or 0 for layer in self.layers)
+
+    @property
+    def recent_numbers_per_token(self) -> int:
+        """Return how many of these layers with a sliding window have."""
+        return sum(layer.numbers for layer in self.layers if layer.window is not None)
+
 
 def read_facts(model: str) -> ModelFacts:
     """Read the facts of a model from its config; fetches no weights. Raises ModelError if it cannot
@@ -200,6 +212,7 @@ def read_facts(model: str) -> ModelFacts:
         is_fused=not why_not_fused(whole),
         layers=layers,
         num_heads=config.num_attention_heads,
+        num_chosen_experts=chosen_experts(config),
         hidden_size=config.hidden_size,
         intermediate_size=getattr(config, "intermediate_size", 0),
         has_head_norms=config.model_type == "qwen3",

@@ -342,14 +342,22 @@ def _scaled(
         raise ValueError(f"scales of type {scales.dtype}")
     scales = scales.reshape(-1, 1) if scales.ndim < 2 else scales
     rows = _places(len(numbers), len(scales), {height for height, _ in blocks})
-    if columns is None:
-        columns = _places(numbers.shape[1], scales.shape[1], {width for _, width in blocks})
+    if offsets is not None and offsets.numel() != scales.numel():
+        raise ValueError(f"{list(offsets.shape)} offsets for {list(scales.shape)} scales")
+    factors = scales.float()[rows]
+    subtracted = None if offsets is None else offsets.float().reshape(scales.shape)[rows]
     weight = numbers.float()
-    if offsets is not None:
-        if offsets.numel() != scales.numel():
-            raise ValueError(f"{list(offsets.shape)} offsets for {list(scales.shape)} scales")
-        weight = weight.sub_(offsets.float().reshape(scales.shape)[rows][:, columns])
-    return weight.mul_(scales.float()[rows][:, columns])
+    grouped = weight
+    if columns is None:
+        num_columns, num_groups = numbers.shape[1], scales.shape[1]
+        columns = _places(num_columns, num_groups, {width for _, width in blocks})
+        if num_columns % num_groups == 0:  # a group is a view, whose scale need not be repeated
+            grouped = weight.unflatten(1, (num_groups, -1))
+            columns = torch.arange(num_groups).unsqueeze(1)
+    if subtracted is not None:
+        grouped.sub_(subtracted[:, columns])
+    grouped.mul_(factors[:, columns])
+    return weight
 
 
 def _places(size: int, num_scales: int, blocks: set[int]) -> Tensor:

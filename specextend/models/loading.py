@@ -3,14 +3,14 @@
 import logging
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from specextend.attention.plan import TreeAttention
 from specextend.config import Configs, RunConfig
-from specextend.decoding.cache import ALIGNMENT, aligned
+from specextend.decoding.cache import ALIGNMENT, RecentSizes, aligned
 from specextend.decoding.decoding_options import DraftOptions
 from specextend.decoding.device import (
     GRAPH_BYTES,
@@ -64,6 +64,8 @@ _WIDTH = 16
 """Numbers that a layer of a forward holds for each token, in hidden sizes, if its MLP is 3.5 times
 as wide.
 """
+_EXPERT_WIDTH = 4
+"""The same for each expert that a token passes: its input and output, weighted and in order."""
 _GRAPHS_OF_A_BATCH = 11
 """Captured functions of a batch of one size: three drafts, an absorption, and verifications of
 trees of several sizes.
@@ -71,6 +73,12 @@ trees of several sizes.
 _MEAN_LOGITS = 0.2
 """Logits of a step, on average over the sizes of batches and trees, as a share of the largest
 step's.
+"""
+_CAPPED = 4
+"""Copies of the scores of a head of keys that attention with a softcap holds."""
+_SPARE = 1024
+"""Rows that layers with a window keep of a prompt beside the window and a chunk: another prompt
+about the same document begins with these tokens.
 """
 _PLANNED = 0.95
 """Share of a GPU that a batch which is chosen by itself may take: the plan is rough."""
@@ -92,7 +100,8 @@ def load_engine(config: Configs) -> Engine:
     check_memory(config, facts)
     num_rows = target_rows(config, facts)
     proof = choose_kernels(config, facts)
-    target, lm_head = load_cached_target(config, num_rows, proof.kernels)
+    recent = recent_sizes(config, facts)
+    target, lm_head = load_cached_target(config, num_rows, proof.kernels, recent)
     target.trials += proof.trials
     graphs = Graphs(CudaCapture() if proof.kernels.graphs else None)
     if config.attention.backend == "auto" and proof.kernels.steps == "triton":
@@ -234,16 +243,62 @@ def rows_per_sequence(config: RunConfig, num_tokens: int) -> int:
     return aligned(num_tokens + config.tree.most_nodes + config.num_tree_levels + 2)
 
 
+def recent_sizes(config: RunConfig, facts: ModelFacts) -> RecentSizes | None:
+    """Return the sizes of the cache of layers with a sliding window.
+
+    None if it has the rows of the other layers: there are no such layers, or rows of the input may
+    ask for longer outputs than the configuration.
+    """
+    if not facts.window or config.input.has_limits:
+        return None
+    most = config.max_tokens(facts.context_length)
+    window = min(facts.window, most)
+    reading = min(window + _traits(config).prefill_chunk + _SPARE, most)
+    running = min(window + config.most_new_tokens, most)
+    return RecentSizes(
+        window=window,
+        reading=aligned(reading) + ALIGNMENT,
+        running=rows_per_sequence(config, running) + ALIGNMENT,
+        num_sequences=config.decoding.batch_size,
+        most_new_tokens=config.most_new_tokens,
+    )
+
+
+class CacheBytes(NamedTuple):
+    """The bytes of the target's cache."""
+
+    of_row: int
+    """Of one row, in the layers that have rows for all tokens."""
+    of_windows: int
+    """Of the layers that keep the last rows of a text."""
+    of_states: int
+    """Of recurrent states."""
+
+
+def cache_bytes(config: RunConfig, facts: ModelFacts) -> CacheBytes:
+    """Return the bytes that the target's cache takes beside its number of rows."""
+    recent = recent_sizes(config, facts)
+    size = DTYPES[config.target.dtype].itemsize
+    # those of the running sequences before and after a step, and after chunks of the last prompt
+    num_states = 2 * config.decoding.batch_size + MOST_KEPT
+    states = num_states * facts.state_bytes
+    if recent is None:
+        return CacheBytes(facts.kv_numbers_per_token * size, 0, states)
+    of_recent = facts.recent_numbers_per_token
+    of_row = (facts.kv_numbers_per_token - of_recent) * size
+    return CacheBytes(of_row, recent.num_rows * of_recent * size, states)
+
+
 def target_rows(config: RunConfig, facts: ModelFacts) -> int:
     """Return the rows of the target's cache: what `decoding.cache_gib` holds, but at most what a
     full batch can use.
     """
-    affordable = int(config.decoding.cache_gib * GIB) // facts.kv_bytes_per_token(
-        config.target.dtype
-    )
-    return min(
-        affordable, config.decoding.batch_size * rows_per_sequence(config, facts.context_length)
-    )
+    size = cache_bytes(config, facts)
+    room = max(0, int(config.decoding.cache_gib * GIB) - size.of_windows)
+    usable = config.decoding.batch_size * rows_per_sequence(config, facts.context_length)
+    if not size.of_row:
+        return usable if room else 0
+    return min(room // size.of_row, usable)
 
 
 def longest_request(config: RunConfig, facts: ModelFacts) -> int:
@@ -279,9 +334,8 @@ def with_batch_size(
         sized = _sized(config, max_batch_size=size)
         rows = _rows_within(sized, facts, budget)
         if rows >= max(longest, size * mean):
-            return _sized(
-                sized, cache_gib=rows * facts.kv_bytes_per_token(config.target.dtype) / GIB
-            )
+            held = cache_bytes(sized, facts)
+            return _sized(sized, cache_gib=(rows * held.of_row + held.of_windows) / GIB)
     return sized
 
 
@@ -299,11 +353,13 @@ def _rows_within(config: RunConfig, facts: ModelFacts, budget: int | None) -> in
     excess = sum(memory_bytes(config, facts).values()) - int(_PLANNED * budget)
     of_draft = [sum(draft_rows(config, each)) for each in (rows, rows + ALIGNMENT)]
     drafts = draft_size(config.active_draft).num_cached * (of_draft[1] - of_draft[0]) / ALIGNMENT
-    per_row = (
-        facts.kv_bytes_per_token(config.target.dtype)
-        + drafts * DTYPES[config.target.dtype].itemsize
-    )
-    return rows if excess <= 0 else (rows - math.ceil(excess / per_row)) // ALIGNMENT * ALIGNMENT
+    size = DTYPES[config.target.dtype].itemsize
+    per_row = cache_bytes(config, facts).of_row + drafts * size
+    if excess <= 0:
+        return rows
+    if not per_row:
+        return 0
+    return (rows - math.ceil(excess / per_row)) // ALIGNMENT * ALIGNMENT
 
 
 def memory_bytes(config: RunConfig, facts: ModelFacts) -> dict[str, int]:
@@ -319,13 +375,11 @@ def memory_bytes(config: RunConfig, facts: ModelFacts) -> dict[str, int]:
     num_rows = target_rows(config, facts)
     draft = draft_size(config.active_draft)
     features = draft.num_layers_read * facts.hidden_size * longest_request(config, facts) * size
-    # those of the running sequences before and after a step, and after chunks of the last prompt
-    num_states = 2 * config.decoding.batch_size + MOST_KEPT
-    cache = aligned(num_rows) * facts.kv_bytes_per_token(config.target.dtype)
+    held = cache_bytes(config, facts)
     return {
         "target_weights": target_bytes(config.target, torch.device(config.job.device)),
         "draft_weights": size * draft.num_parameters,
-        "target_cache": cache + num_states * facts.state_bytes,
+        "target_cache": aligned(num_rows) * held.of_row + held.of_windows + held.of_states,
         "draft_caches": sum(map(aligned, draft_rows(config, num_rows))) * size * draft.num_cached,
         "activations": _forward_bytes(config, facts) + features,
         "workspace": _traits(config).workspace_bytes + _graph_bytes(config, facts),
@@ -338,10 +392,14 @@ def _forward_bytes(config: RunConfig, facts: ModelFacts) -> int:
     """
     size = DTYPES[config.target.dtype].itemsize
     chunk = _traits(config).prefill_chunk
-    layer = _WIDTH * facts.hidden_size * chunk * size
+    width = _WIDTH + _EXPERT_WIDTH * facts.num_chosen_experts
+    layer = width * facts.hidden_size * chunk * size
     sampling = config.decoding.sampling(0)
     # penalised logits, and probabilities to sort
     step = _logits_bytes(config, facts, 1 + facts.asks.of(sampling).penalises + sampling.leaves_out)
+    if any(each.has_softcap for each in facts.layers):
+        queries = facts.num_heads // facts.num_kv_heads * chunk
+        layer += _CAPPED * 4 * queries * longest_request(config, facts)
     if config.job.device == "cpu":
         return max(layer, step)
     # Freed blocks stay with the allocator, which gives a block of one kind to no other kind of
@@ -401,7 +459,7 @@ def check_memory(config: RunConfig, facts: ModelFacts) -> None:
 
 
 def load_cached_target(
-    config: RunConfig, num_rows: int, kernels: Kernels
+    config: RunConfig, num_rows: int, kernels: Kernels, recent: RecentSizes | None = None
 ) -> tuple[CachedModel, Tensor]:
     """Load the target with `num_rows` rows of cache, and its LM head's weight [V, C], which packing
     hides in it.
@@ -422,7 +480,8 @@ def load_cached_target(
         whole.to(device)
         model.model.layers = layers
     lm_head = model.get_output_embeddings().weight
-    target = CachedModel(model, kernels.attend(device), num_rows, kernels.of_layers(device), scheme)
+    of_layers = kernels.of_layers(device)
+    target = CachedModel(model, kernels.attend(device), num_rows, of_layers, scheme, recent)
     if config.attention.backend == "auto" and target.device.type == "cpu":
         target.join_layers()
     return target, lm_head

@@ -1,6 +1,7 @@
 """Models on transformers' own layers: windows, layers of several shapes, features, experts, and what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ from transformers import AutoConfig
 
 from specextend.attention.plain import attend_reference
 from specextend.attention.plan import AttentionPlan, KeySpan, attend_plan
+from specextend.core import Choice
 from specextend.decoding.layers import compiled_kernel
 from specextend.decoding.model import CachedModel, count_work, layers_of
+from specextend.loading import memory_bytes
+from specextend.models import read_facts
 from specextend.proof.family import differences, small_model
+from tests.tiny_models import engine_with, random_prompt, request, tiny_config, tiny_engine, write_family
 
 PARENTS = (-1, -1, 0, 0, 1, 2, 4)
 
@@ -90,6 +95,49 @@ def test_layers_of_several_shapes_have_their_own_rows():
     assert {(layer.head_dim, layer.window) for layer in layers} == {(16, 12), (32, None)}
     cached = CachedModel(model, attend_reference, 256)
     assert sum(part.numel() for part in cached.cache.parts) == 256 * sum(layer.numbers for layer in layers)
+
+
+LONG = random_prompt(3000)
+"""It fills the rows of the prompt that is being read."""
+CHOICES = (Choice("one", ("t5 t6", "t5 t9 t11", "t7"), ("t5 t6", "t5 t9 t11", "t7")),)
+
+
+def texts_about(document):
+    """Requests on one document and a short text: with log probabilities, sampled, and of choices."""
+    last = random_prompt(30)
+    yield replace(request("greedy", document, 24), keeps_log_probs=True)
+    yield replace(request("same", [*document[:-20], *last], 24), keeps_log_probs=True)
+    yield replace(request("short", last, 24, temperature=0.7), keeps_log_probs=True)
+    yield replace(request("choices", [*document[:-3], *last], 24), choices=CHOICES)
+    yield replace(request("again", last * 20, 24), keeps_log_probs=True)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_layers_with_a_window_keep_the_last_rows_of_a_text(family, tmp_path):
+    """And give every bit that they give with all rows; a prompt about the same document is not read again."""
+    pair = write_family(tmp_path, family, head_dim=16)
+    sizes = {"decoding__max_batch_size": 3, "decoding__max_new_tokens": 24}
+    outputs, rows = [], []
+    for whole in ({"input__options_column": "own"}, {}):  # rows that may ask for any length
+        engine = tiny_engine(pair, "merged-good", **sizes, **whole)
+        done = {each.request_id: each for each in engine.generate(texts_about(LONG))}
+        assert [done[name].stats.num_cached_tokens for name in ("same", "choices")] == [2980, 2980]
+        outputs.append({name: (each.token_ids, each.log_probs, each.scored) for name, each in done.items()})
+        rows.append({part.shape[3] for part in engine.target.cache.parts})
+    assert outputs[0] == outputs[1]
+    assert max(rows[1]) == max(rows[0]), "layers of full attention have as many"
+    assert min(rows[1]) < 4500 < max(rows[0])
+
+
+def test_memory_of_windows_is_forecast_and_longer_outputs_are_refused(tmp_path):
+    """What is planned is what the cache takes; no request may ask for more than its rows hold."""
+    pair = write_family(tmp_path, "gemma3_text", head_dim=16)
+    config = tiny_config(pair, "ngram", decoding__max_batch_size=3, decoding__max_new_tokens=24)
+    engine = engine_with(config)
+    held = sum(part.nbytes for part in engine.target.cache.parts)
+    assert memory_bytes(config, read_facts(pair.target))["target_cache"] == held
+    with pytest.raises(ValueError, match="max_new_tokens is 25, and layers with a window have room for 24; raise"):
+        list(engine.generate([request("long", LONG, 25)]))
 
 
 def test_features_are_the_outputs_of_layers():
