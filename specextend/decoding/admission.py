@@ -1,6 +1,4 @@
-"""Admission of requests: their queue, the room in batch and caches, and smaller sizes after memory
-ran out.
-"""
+"""Admission of requests: queue, room in batch and caches, and smaller sizes after memory ran out."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,13 +12,11 @@ Work = Literal["prefill", "step"]
 SMALLEST_CHUNK = 32
 """Prompt tokens of the smallest prefill chunk."""
 PATIENCE = 8
-"""Documents to finish with less before the full size is tried again; doubled after each failed
-try.
-"""
+"""Documents before the full size is tried again; doubled after each failed try."""
 
 
 class Admission:
-    """Hands out slots of the batch and rows of the caches."""
+    """Reserves slots of the batch and rows of the caches."""
 
     def __init__(
         self,
@@ -30,17 +26,21 @@ class Admission:
         max_tokens: int,
         max_batch_size: int,
     ):
-        """Take all slots as free; `num_nodes` is the largest tree, the root not counted."""
+        """Take empty caches; `num_nodes` are the most draft tokens of a tree."""
         self._cache = cache
         self._drafter = drafter
         self._scratch = num_nodes + drafter.num_levels + 2 if drafter.num_levels else 1
         self.max_tokens = max_tokens
-        """Prompt and output tokens of one request, at most."""
+        """Most prompt and output tokens of a request."""
         self._num_rows = cache.rows.num_free
         self._slots = list(reversed(range(max_batch_size)))
 
     def check(self, request: Request) -> None:
-        """Raise ValueError if the request can never run."""
+        """Check that a request can run in an empty engine.
+
+        Raises:
+            ValueError: It cannot.
+        """
         num_tokens = len(request.prompt_token_ids) + request.max_new_tokens
         if num_tokens > self.max_tokens:
             raise ValueError(
@@ -61,10 +61,13 @@ class Admission:
             )
 
     def admit(self, request: Request) -> tuple[int, Region] | None:
-        """Reserve a slot, of which one is free, and cache rows; return None if the caches have no
-        room now.
+        """Reserve a slot and cache rows. There must be a free slot.
 
-        Raises ValueError if the draft can never take the request.
+        Returns:
+            Slot and rows; None if the caches have no room now.
+
+        Raises:
+            ValueError: The draft can never take the request.
         """
         num_prompt = len(request.prompt_token_ids)
         num_new = request.max_new_tokens
@@ -79,31 +82,29 @@ class Admission:
         return slot, region
 
     def release(self, slot: int, region: Region) -> None:
-        """Free what `admit` reserved."""
+        """Free a slot and its rows."""
         self._cache.rows.give_back(region)
         self._slots.append(slot)
         self._drafter.release(slot)
 
 
 class Queue:
-    """The request source, behind the requests that wait: one that found no room, and those that
-    start again.
-    """
+    """Waiting requests (without room, or restarted), followed by the source."""
 
     def __init__(self, requests: Iterator[Request | None]):
         self._requests = requests
         self._waiting: deque[Request] = deque()
         self.num_retries: dict[str, int] = {}
-        """By id: times that a waiting request was started and memory ran out."""
+        """Restarts of waiting requests after memory ran out, by id."""
         self._ended = False
 
     @property
     def exhausted(self) -> bool:
-        """Return True once no further request will come."""
+        """Return True if no further request will come."""
         return self._ended and not self._waiting
 
     def peek(self) -> Request | None:
-        """Return the next request without removing it; None if there is none now."""
+        """Return the next request; None if there is none now. The request stays in the queue."""
         if not self._waiting and not self._ended:
             try:
                 request = next(self._requests)
@@ -114,45 +115,49 @@ class Queue:
         return self._waiting[0] if self._waiting else None
 
     def pop(self) -> None:
-        """Remove the request that `peek` returned, which runs now."""
+        """Remove the request of the last `peek`."""
         self._waiting.popleft()
 
     def give_back(self, again: Sequence[Request]) -> None:
-        """Put these in front of all others, to start again."""
+        """Put requests in front of all others."""
         self._waiting.extendleft(reversed(again))
 
     def drop(self, names: set[str]) -> None:
-        """Remove the waiting requests with these ids."""
+        """Remove waiting requests by id."""
         self._waiting = deque(each for each in self._waiting if each.request_id not in names)
 
 
 class MemoryLadder:
-    """The sizes that may run at once: those configured, or smaller ones after memory ran out.
+    """Allowed sizes of batch, tree and prefill chunk, which shrink after memory ran out.
 
-    The caches are allocated at the start. What runs out is the memory of a forward, which grows
-    with the batch, the tree and the prefill chunk. None of these changes an output, so documents
-    start again with smaller ones.
+    Caches are allocated at the start, so only the memory of a forward can run out. It grows with
+    these sizes, and none of them changes an output.
     """
 
     def __init__(self, batch_size: int, num_nodes: int, chunk_size: int):
-        """Allow `batch_size` sequences, trees of `num_nodes` (0: no draft) and prefill chunks of
-        `chunk_size`.
-        """
+        """Allow the full sizes; `num_nodes` are the draft tokens of a tree, 0 without a draft."""
         self._all = batch_size, num_nodes, chunk_size
         self.start()
 
     def start(self) -> None:
-        """Allow the full size again, and forget how often memory ran out."""
+        """Allow the full sizes again."""
         self.batch_size, self.num_nodes, self.chunk_size = self._all
         self._patience = PATIENCE
         self._num_ended = 0
 
     def lower(self, work: Work, size: int, num_active: int) -> bool:
-        """Lower one size after `work` ran out of memory; return False if none can be lowered.
+        """Lower one size after memory ran out.
 
-        A step takes fewer sequences, then smaller trees, then none; a prefill smaller chunks, then
-        no draft, then no other sequence beside it. `size` is the number of sequences of the step,
-        or of tokens of the prompt; `num_active` counts the sequences in the engine.
+        For a step: fewer sequences, then smaller trees, then none. For a prefill: smaller chunks,
+        then no draft, then a batch of one.
+
+        Args:
+            work: The failed work.
+            size: Sequences of the step, or tokens of the prompt.
+            num_active: Sequences in the engine.
+
+        Returns:
+            False if no size can be lowered.
         """
         self._num_ended = 0
         chunk_size = min(size, self.chunk_size)
@@ -169,9 +174,7 @@ class MemoryLadder:
         return True
 
     def ended(self) -> None:
-        """Count a document that is finished or given up; after enough of them, allow the full size
-        again.
-        """
+        """Count a finished or failed document. After enough of them, allow the full sizes again."""
         if (self.batch_size, self.num_nodes, self.chunk_size) == self._all:
             return
         self._num_ended += 1

@@ -1,14 +1,12 @@
-"""The KV caches: preallocated rows for many sequences, one contiguous region each, and the two
-caches of a draft.
+"""The KV caches of the target, and the two caches of a draft.
 
-In offline work the largest length of a sequence is known in advance, so each gets one contiguous
-region and no paging is needed. A region is aligned to 256 rows, which are copied at a time.
+The largest length of a sequence is known in advance in offline work. So each sequence has one
+contiguous region of rows, aligned to 256, and there is no paging.
 
-A draft has rows for the tokens that it may see now, at consecutive positions, so that a draft
-trained on 2K positions stays in range at 16K (arXiv 2505.20776, section 3). A small LM reads these
-tokens. A head reads the target's features once, and has every committed token's K and V in a full
-cache besides, with keys rotated back to position 0. Rotations are computed in fp32 from `inv_freq`
-alone; yarn's attention scaling is part of the stored key.
+A draft's working cache holds the visible tokens at consecutive positions, so a draft trained on 2K
+positions stays in range at 16K (arXiv 2505.20776, section 3). A small LM reads visible tokens. A
+head also keeps every committed token in a full cache, with keys rotated back to position 0.
+Rotations are in fp32 from `inv_freq`; yarn's attention scaling is part of the stored key.
 
 Shapes: `L` layers, `R` rows, `K` key heads, `D` head size, `B` sequences, `T` new rows of each, `W`
 rows of a path, `n` tokens.
@@ -34,34 +32,32 @@ def aligned(num_rows: int) -> int:
 
 @dataclass(frozen=True)
 class Region:
-    """Rows `start` to `start + size` of a cache."""
+    """Rows `start` to `start + size - 1` of a cache."""
 
     start: int
     size: int
 
 
 class RowAllocator:
-    """Contiguous rows, of which the first gap that is wide enough is taken."""
+    """Lends contiguous rows from the first gap of sufficient width."""
 
     def __init__(self, num_rows: int):
         self._num_rows = num_rows
         self._taken: list[Region] = []
-        """In the order of their rows."""
+        """Lent regions, ascending."""
 
     @property
     def num_free(self) -> int:
-        """Return the number of free rows, in one piece or more."""
+        """Return the number of free rows."""
         return self._num_rows - sum(region.size for region in self._taken)
 
     @property
     def starts(self) -> set[int]:
-        """Return the first rows of the regions that are taken."""
+        """Return the first rows of lent regions."""
         return {region.start for region in self._taken}
 
     def take(self, num_rows: int) -> Region | None:
-        """Reserve `num_rows` rows, rounded up to the alignment; return None if no gap is wide
-        enough.
-        """
+        """Lend `num_rows` rows, rounded up to the alignment; return None without such a gap."""
         region = Region(0, aligned(num_rows))
         for index, other in enumerate([*self._taken, Region(self._num_rows, 0)]):
             if other.start - region.start >= region.size:
@@ -71,19 +67,19 @@ class RowAllocator:
         return None
 
     def give_back(self, region: Region) -> None:
-        """Free a region that was taken."""
+        """Free a lent region."""
         assert region in self._taken, "rows given back twice"
         self._taken.remove(region)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecentSizes:
-    """Sizes of the cache of layers with a sliding window, which keep the last rows of each text."""
+    """Sizes of the cache of layers with a sliding window."""
 
     window: int
     """Tokens of the widest window."""
     reading: int
-    """Rows for the prompt that is being read: a window, a chunk, and spare rows."""
+    """Rows for the prompt in work: a window, a chunk, and spare rows."""
     running: int
     """Rows of a running sequence: a window, its output, and a tree."""
     num_sequences: int
@@ -98,10 +94,11 @@ class RecentSizes:
 
 
 class RecentRows:
-    """The rows of layers with a sliding window, which forget what no later token sees.
+    """Rows of layers with a sliding window, without rows that no later token sees.
 
-    One prompt is read at a time, in rows that move to the front when they are full. At its end the
-    last ones are copied to rows of the sequence. The prompt's rows stay until the next is read.
+    Prompts are read one at a time, in rows that move to the front when they are full. At the end of
+    a prompt its last rows are copied to the rows of its sequence. The rows of the prompt stay until
+    the next prompt.
     """
 
     def __init__(self, sizes: RecentSizes, parts: Sequence[Tensor], rows: RowAllocator):
@@ -110,31 +107,31 @@ class RecentRows:
         Args:
             sizes: Their sizes.
             parts: Keys and values [L, 2, K, R, D] of these layers.
-            rows: Rows of the layers that keep all; the first one of a region names its sequence.
+            rows: Rows of the other layers. The first row of a region identifies its sequence.
         """
         self.sizes = sizes
         self._parts = parts
         self._rows = rows
         self._reading: int | None = None
-        """First row of the sequence whose prompt is read."""
+        """First row of the sequence with the prompt in work."""
         self._first = 0
         """Position of the first row of that prompt, or of the last one."""
         self._begin = sizes.num_sequences * sizes.running
         self._slots: dict[int, int] = {}
         self._origins: dict[int, int] = {}
-        """Rows of position 0 by first row; below 0 if it was forgotten."""
+        """Row of position 0 by first row; below 0 if it is gone."""
         self.shift = torch.zeros(1, 1, dtype=torch.int64)
-        """[B, 1] from rows of other layers to these, for the last forward."""
+        """[B, 1] distance from rows of other layers, for the last forward."""
 
     def begin(self, start: int, num_tokens: int) -> int:
         """Begin to read a prompt.
 
         Args:
             start: First row of its sequence.
-            num_tokens: Tokens that it shares with the last prompt.
+            num_tokens: Tokens in common with the last prompt.
 
         Returns:
-            `num_tokens` if their last rows are still there, or else 0.
+            `num_tokens` if their last rows are still there, otherwise 0.
         """
         if self._first and num_tokens < self._first + self.sizes.window:
             num_tokens = 0
@@ -143,7 +140,7 @@ class RecentRows:
         return num_tokens
 
     def locate(self, plan: AttentionPlan, device: torch.device) -> None:
-        """Tell a plan where its sequences begin, and make room for the chunk of a prompt."""
+        """Set the `recent_starts` of a plan, and make room for the chunk of a prompt."""
         if plan.starts == [self._reading]:
             self._make_room(plan.lengths[0], plan.num_new)
             self._origins[plan.starts[0]] = self._begin - self._first
@@ -176,7 +173,7 @@ class RecentRows:
         return row
 
     def _make_room(self, length: int, num_new: int) -> None:
-        """Move the last rows to the front if new ones do not fit after them."""
+        """Move the last rows to the front if the new ones do not fit after them."""
         first = aligned(length - self.sizes.reading)
         if first > self._first:
             source = self._begin + first - self._first
@@ -187,8 +184,8 @@ class RecentRows:
 def copy_rows(parts: Sequence[Tensor], source: int, target: int, count: int) -> None:
     """Copy `count` rows of keys and values [..., R, D] from row `source` on to `target`.
 
-    They may overlap if they are a multiple of `ALIGNMENT` apart: blocks of so many rows need no
-    buffer if they are copied in order.
+    Both may overlap at a distance of a multiple of `ALIGNMENT`, because blocks of `ALIGNMENT` rows
+    are copied in order.
     """
     if source == target:
         return
@@ -202,11 +199,10 @@ def copy_rows(parts: Sequence[Tensor], source: int, target: int, count: int) -> 
 
 
 class KVCache:
-    """Keys and values of every sequence, the heads of a layer one after the other, each with all
-    rows.
+    """Keys and values of all sequences.
 
-    A head's rows are contiguous, so attention reads them as one matrix, without a copy. Rows behind
-    a sequence's committed ones are a proposal; `commit` keeps a path of it and forgets the rest.
+    The rows of a head are contiguous, so attention reads them as one matrix. Rows after a
+    sequence's committed ones are a proposal, of which `commit` keeps a path.
     """
 
     def __init__(
@@ -225,8 +221,8 @@ class KVCache:
             num_rows: Rows of each layer, which are aligned.
             dtype: Type of keys and values.
             device: Their device.
-            recent: Sizes of layers that keep the last rows of a text; None: all layers keep all.
-            windowed: Numbers of these layers.
+            recent: Sizes of layers with a window; None: they have `num_rows` too.
+            windowed: Numbers of layers with a window.
         """
         self.num_rows = aligned(num_rows)
         forgets = [recent is not None and layer in windowed for layer in range(len(shapes))]
@@ -254,36 +250,34 @@ class KVCache:
         self._whole = [part for (_, is_recent), part in of_kind.items() if not is_recent]
         self._recent = [part for (_, is_recent), part in of_kind.items() if is_recent]
         self.recent = RecentRows(recent, self._recent, self.rows) if recent else None
-        """Rows of layers that keep the last ones; None if all layers keep all."""
+        """Rows of layers with a window; None if they have `num_rows` too."""
 
     @property
     def stored(self) -> Tensor:
-        """Return keys and values [L, 2, K, R, D] of a model whose layers have the same shape."""
+        """Return keys and values [L, 2, K, R, D] of layers of one shape."""
         [stored] = self.parts
         return stored
 
     @property
     def keys(self) -> Tensor:
-        """Return the keys [L, K, R, D] of such a model, which may be written."""
+        """Return the keys [L, K, R, D] of layers of one shape, for reading and writing."""
         return self.stored[:, 0]
 
     @property
     def values(self) -> Tensor:
-        """Return the values [L, K, R, D] of such a model, which may be written."""
+        """Return the values [L, K, R, D] of layers of one shape, for reading and writing."""
         return self.stored[:, 1]
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Copy `count` rows of layers that keep all, from `source` on to `target`; both are starts
-        of regions, which may overlap.
-        """
+        """Copy `count` rows of layers without a window between two starts of regions."""
         copy_rows(self._whole, source, target, count)
 
     def commit(self, rows: Tensor, paths: Tensor) -> None:
-        """Move the rows of each path to the front of the rows [B, T] that the last forward wrote
-        behind the committed ones.
+        """Move the rows of accepted paths to the front of the last forward's rows.
 
-        `paths` [B, W] are places among the T, ascending up to the path's end and the place's own
-        number behind it.
+        Args:
+            rows: New rows [B, T] of that forward.
+            paths: Places [B, W] among the T: those of the path, then each place's number.
         """
         of_recent = rows if self.recent is None else rows + self.recent.shift
         for parts, places in ((self._whole, rows), (self._recent, of_recent)):
@@ -294,10 +288,12 @@ class KVCache:
 
 
 def rotate(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """Rotate keys [..., n, K, D] by RoPE to `positions` [..., n] (negative: back), in fp32; return
-    the keys' dtype.
+    """Rotate keys by RoPE, computed in fp32.
 
-    inv_freq is [D / 2], or [K, D / 2] if heads differ; a row of zeros leaves its head unchanged.
+    Args:
+        keys: [..., n, K, D].
+        positions: [..., n]; negative positions rotate back.
+        inv_freq: [D / 2], or [K, D / 2] if heads differ. A row of zeros leaves its head unchanged.
     """
     angles = positions[..., None, None].float() * inv_freq
     cos = angles.cos()
@@ -308,46 +304,51 @@ def rotate(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class DraftRows:
-    """The rows of one sequence."""
+    """Rows of one sequence in the caches of a draft."""
 
     working: Region
     full: Region = Region(0, 0)
-    """Rows of the full cache; none for a draft that has no such cache."""
+    """Rows of the full cache; empty without a full cache."""
     length: int = 0
-    """Tokens that the draft was given."""
+    """Tokens given to the draft."""
     visible: int = 0
-    """Rows in the working cache that the draft sees now; the next token has this position."""
+    """Visible rows in the working cache, and so the position of the next token."""
     pending: Tensor | None = None
-    """Features [1, F] of the last token of a prompt's chunk, which wait for the next token."""
+    """Features [1, F] of the last token of a chunk, until the next token is known."""
 
     @property
     def full_end(self) -> int:
-        """Return the row of the full cache after the sequence's tokens."""
+        """Return the full cache's next row."""
         return self.full.start + self.length
 
     def reach(self, num_new: int) -> int:
-        """Return the rows in use with `num_new` after the visible ones; the region must hold
-        them.
-        """
+        """Return the rows in use with `num_new` more, which must fit."""
         assert self.visible + num_new <= self.working.size, "the working cache is full"
         return self.visible + num_new
 
 
 class VisibleCache(ABC):
-    """The rows of a draft that hold the tokens which its sequences see now."""
+    """The working cache of a draft: rows of the visible tokens."""
 
     def __init__(self, working: KVCache):
-        """Take the rows, all of them free."""
+        """Take a cache without lent rows."""
         self.working = working
         self.of: dict[int, DraftRows] = {}
-        """The rows of each slot."""
+        """Rows by slot."""
 
     def admit(self, slot: int, num_tokens: int, num_working_rows: int) -> bool:
-        """Reserve rows for a sequence of `num_tokens`, of which `num_working_rows` are visible at
-        most.
+        """Reserve rows for a sequence.
 
-        Returns False, and reserves nothing, if there is no room now. Raises ValueError if there is
-        never so much room.
+        Args:
+            slot: Free slot.
+            num_tokens: Tokens of the sequence at most.
+            num_working_rows: Visible tokens at most.
+
+        Returns:
+            False if there is no room now; then nothing is reserved.
+
+        Raises:
+            ValueError: The cache is too small even if it is empty.
         """
         assert slot not in self.of, f"slot {slot} is in use"
         if num_working_rows > self.working.num_rows:
@@ -366,24 +367,30 @@ class VisibleCache(ABC):
 
     @abstractmethod
     def select(self, slot: int, positions: Tensor) -> None:
-        """Choose the tokens at `positions` [S] to be seen, ascending and on the host."""
+        """Make the tokens at `positions` [S] visible, ascending and on the host."""
 
     @abstractmethod
     def write_back(self, rows: Tensor, positions: Tensor, full_rows: Tensor) -> None:
-        """Keep copies of working `rows` [n] for later selections, if there is a full cache."""
+        """Copy working rows [n] to the full cache, if there is one."""
 
     def advance(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Count `token_ids`, in the rows after the visible ones, as the sequence's next tokens."""
+        """Count tokens, already in the next rows, as visible."""
         sequence = self.of[slot]
         sequence.visible += len(token_ids)
         sequence.length += len(token_ids)
 
 
 class DraftCache(VisibleCache):
-    """Full and working cache of one draft, for many sequences."""
+    """Full and working cache of a draft."""
 
     def __init__(self, working: KVCache, num_full_rows: int, inv_freq: Tensor):
-        """Allocate the full cache beside the `working` one; `rotate` says what `inv_freq` is."""
+        """Allocate the full cache.
+
+        Args:
+            working: The working cache.
+            num_full_rows: Rows of the full cache.
+            inv_freq: See `rotate`.
+        """
         super().__init__(working)
         num_layers, _, num_heads, _, head_dim = working.stored.shape
         dtype = working.stored.dtype
@@ -393,10 +400,7 @@ class DraftCache(VisibleCache):
         self._inv_freq = inv_freq.float().to(device)
 
     def admit(self, slot: int, num_tokens: int, num_working_rows: int) -> bool:
-        """Reserve a region of each cache; return False, and reserve nothing, if either has no room.
-
-        Raises ValueError if the working cache never has so many rows.
-        """
+        """Reserve a region of each cache, as `VisibleCache.admit` does."""
         if not super().admit(slot, num_tokens, num_working_rows):
             return False
         if (full := self._full.rows.take(num_tokens)) is None:
@@ -411,9 +415,7 @@ class DraftCache(VisibleCache):
         super().release(slot)
 
     def store(self, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Append keys [L, n, K, D] at position 0 (before RoPE), and values of the same shape, to
-        the full cache.
-        """
+        """Append keys at position 0 and values, both [L, n, K, D], to the full cache."""
         sequence = self.of[slot]
         first = sequence.full_end
         sequence.length += keys.shape[1]
@@ -423,10 +425,7 @@ class DraftCache(VisibleCache):
         self._full.values[:, :, rows] = values.transpose(1, 2)
 
     def select(self, slot: int, positions: Tensor) -> None:
-        """Show the tokens at `positions` [S] that the full cache holds, at positions 0 to S - 1.
-
-        `positions` are ascending and on the host, which has to know how many there are.
-        """
+        """Copy the tokens at `positions` [S] to the working cache, at positions 0 to S - 1."""
         sequence = self.of[slot]
         positions = positions[positions < sequence.length]
         count = len(positions)
@@ -440,11 +439,12 @@ class DraftCache(VisibleCache):
         sequence.visible = count
 
     def write_back(self, rows: Tensor, positions: Tensor, full_rows: Tensor) -> None:
-        """Copy working `rows` [n], whose keys are at `positions` [n], to rows [n] of the full
-        cache.
+        """Copy working rows to the full cache.
 
-        All int64 on the device. What lies behind a sequence's tokens there, up to the end of its
-        region, is free.
+        Args:
+            rows: Working rows [n].
+            positions: Positions [n] of their keys.
+            full_rows: Rows [n] of the full cache. All three are int64 on the device.
         """
         new = self.working.stored.index_select(3, rows)
         keys = rotate(new[:, 0].transpose(1, 2), -positions, self._inv_freq)
@@ -453,7 +453,7 @@ class DraftCache(VisibleCache):
         )
 
     def advance(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Count `token_ids`, whose rows were written back, as the sequence's next tokens."""
+        """Count tokens, already written back, as visible."""
         super().advance(slot, token_ids)
         sequence = self.of[slot]
         assert sequence.length <= sequence.full.size, "the full cache is full"

@@ -1,5 +1,7 @@
-"""The engine: SpecExtend, tree speculation or plain decoding of a stream of requests, a batch at a
-time.
+"""The engine decodes a stream of requests in batches: with SpecExtend, tree speculation or plain
+steps.
+
+`Engine.generate` is the entry point, `Engine._step` a decoding step.
 
 Shapes: `B` sequences, `N` tree nodes (root included), `T` tokens of a prefill chunk, `C` hidden
 size, `F` features of a position (`Drafter.hidden_layers`), `V` vocabulary, `W` nodes of a path.
@@ -7,7 +9,8 @@ size, `F` features of a position (`Drafter.hidden_layers`), `V` vocabulary, `W` 
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Sequence as Items
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -29,7 +32,7 @@ from specextend.decoding.device import (
 from specextend.decoding.grammar import Grammars
 from specextend.decoding.measurements import load_limits
 from specextend.decoding.model import CachedModel
-from specextend.decoding.prefill import PromptReader
+from specextend.decoding.prefill import PromptEnd, PromptReader
 from specextend.decoding.retrieval import REFRESH_EVERY, CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import (
     NOT_FINITE,
@@ -45,26 +48,20 @@ from specextend.decoding.verification import Verified, Verifier
 
 OnError = Callable[[str, Exception], None]
 TIMED_EVERY = 16
-"""Captured steps of which one is timed, for which the host waits for the device after each
-phase.
-"""
+"""Every 16th captured step is timed: the host waits for the device after each phase."""
 
 
 class BatchError(RuntimeError):
-    """A step of several sequences failed, because of one of them or of the machine; the engine is
-    empty now.
-    """
+    """A step of several sequences failed, and the engine dropped all of them."""
 
     def __init__(self, request_ids: list[str], error: Exception):
         super().__init__(f"{type(error).__name__}: {error}")
         self.request_ids = request_ids
-        """The requests of the step."""
+        """Requests of the step."""
 
 
 class Engine:
-    """Decodes requests. Between two calls of `generate` it keeps nothing but weights and
-    buffers.
-    """
+    """Decodes requests. It keeps only weights and buffers between calls of `generate`."""
 
     def __init__(
         self,
@@ -82,67 +79,60 @@ class Engine:
         graphs: Graphs | None = None,
         asks: Asks | None = None,
     ):
-        """Take the models; without a `drafter` steps are plain. `max_tokens` limits prompt and
-        output together. `asks` holds for requests that say nothing else.
+        """Take the models and their options.
 
-        `adaptive` cuts trees and pauses speculation; without it all sequences speculate in every
-        step, with whole trees. `graphs` are those of the drafter.
+        Args:
+            drafter: Draft; None: all steps are plain.
+            eos_token_ids: Tokens that end an output.
+            max_tokens: Largest sum of prompt and output tokens.
+            cache: Part of the text that the draft sees.
+            adaptive: Cuts trees and pauses drafts; None: every step verifies whole trees.
+            graphs: Graphs of the drafter.
+            asks: Defaults of requests without penalties.
         """
+        assert drafter is not None or adaptive is None, "without a draft there is nothing to adapt"
+        traits = traits_of(target.device)
         self.tokenizer = tokenizer
-        self.num_steps = 0
-        """Number of prefill chunks and decoding steps so far; it shows that the engine makes
-        progress.
-        """
         self.target = target
         self.drafter = drafter or Drafter()
         self.max_tokens = max_tokens
+        self.num_steps = 0
+        """Prefill chunks and decoding steps so far, as a sign of progress."""
+        self.decode_share = traits.decode_share
+        """Share of the time for running sequences while a prompt is read, below 1."""
         self._eos_token_ids, self._asks = eos_token_ids, asks or Asks()
         self._cache_options = cache
-        assert drafter is not None or adaptive is None, "without a draft there is nothing to adapt"
-        self._adaptive, self._graphs = adaptive, graphs or Graphs()
-        self._payoff = adaptive.payoff if adaptive else Payoff()
-        self._admission = Admission(
-            target.cache, self.drafter, tree.most_nodes, max_tokens, max_batch_size
-        )
-        traits = traits_of(target.device)
-        self.decode_share = traits.decode_share
-        """Share of the time that the running sequences have while a prompt is read, below 1."""
-        self._memory = MemoryLadder(
-            max_batch_size, tree.most_nodes if drafter else 0, traits.prefill_chunk
-        )
-        self._scored_layers = scored_layers(cache, target.layers) if drafter else ()
-        self._num_levels = self.drafter.num_levels
+        sizes = tree.most_nodes, max_tokens, max_batch_size
+        self._admission = Admission(target.cache, self.drafter, *sizes)
+        num_nodes = tree.most_nodes if drafter else 0
+        self._memory = MemoryLadder(max_batch_size, num_nodes, traits.prefill_chunk)
+        self._graphs = graphs or Graphs()
+        self._watch = Stopwatch()
+        scored = scored_layers(cache, target.layers) if drafter else ()
+        parts = target, self.drafter, adaptive, self._graphs, self._memory, self._watch
+        self._drafting = Drafting(*parts, cache, scored)
         self._tree_attention = tree_attention
-        self._verifier = Verifier(
-            target,
-            self.drafter.hidden_layers,
-            self._scored_layers,
-            self._num_levels,
-            tree_attention,
-            self._graphs,
-        )
+        layers = self.drafter.hidden_layers, scored, self.drafter.num_levels
+        self._verifier = Verifier(target, *layers, tree_attention, self._graphs)
         self._choices = ChoiceScorer(tokenizer, target, self._count_step)
         self._grammars = Grammars(tokenizer, eos_token_ids, target.config.vocab_size)
+        self._reader = PromptReader(target, self.drafter, scored, self._watch, self._count_step)
         self._lock = threading.Lock()
         self._active: dict[str, Sequence] = {}
         self._reading: Sequence | None = None
-        """The one of them whose prompt is being read; all others run."""
+        """Active sequence with an unread rest of its prompt."""
         self._owed_s = 0.0
-        """Seconds of steps that the running sequences are owed before the next chunk of a
-        prompt.
-        """
+        """Seconds of steps due to running sequences before the next chunk of a prompt."""
         self._cancelled: set[str] = set()
-        self._watch = Stopwatch()
-        self._timed_for = adaptive
-        self._reader = PromptReader(
-            target, self.drafter, self._scored_layers, self._watch, self._count_step
-        )
 
     def limits(self) -> dict[str, float] | None:
-        """Return what its device can do (`measure_limits`) and what its target asks of it (a
-        `ModelWork`), as one.
+        """Return the limits of the device (`measure_limits`) and the work of the target
+        (`ModelWork`).
 
-        None if the device has no memory left to measure its limits. No request may be running.
+        No request may be running.
+
+        Returns:
+            Both as one dictionary; None if the device has no memory left for the measurement.
         """
         try:
             limits = load_limits(self.target.device, self.target.dtype)
@@ -155,10 +145,10 @@ class Engine:
 
     @property
     def speedup(self) -> float | None:
-        """Return how many times as fast as plain decoding drafts made the documents of the last
-        trial; None before its end, and for trees of one size.
+        """Return the speed of the last trial's documents over plain decoding; None before its end
+        and for trees of fixed size.
         """
-        return self._payoff.speedup
+        return self._drafting.payoff.speedup
 
     @property
     def num_active(self) -> int:
@@ -166,16 +156,12 @@ class Engine:
         return len(self._active)
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request between two steps; no completion follows. May be called from any
-        thread.
-        """
+        """Drop a request between two steps, without a completion. Any thread may call this."""
         with self._lock:
             self._cancelled.add(request_id)
 
     def progress(self) -> dict[str, int]:
-        """Return the output tokens so far of requests whose prefill has begun. May be called from
-        any thread.
-        """
+        """Return the output tokens so far of each active request. Any thread may call this."""
         with self._lock:
             return {
                 name: sequence.stats.num_output_tokens for name, sequence in self._active.items()
@@ -184,16 +170,23 @@ class Engine:
     def generate(
         self, source: Iterable[Request | None], on_error: OnError | None = None
     ) -> Iterator[Completion]:
-        """Yield completions as they finish.
+        """Decode requests and yield each completion when it is finished.
 
-        `source` yields None if it has no request now. It is asked only while the batch has room,
-        and may block only while nothing runs. If a request fails alone, `on_error(request_id,
-        error)` is called; without `on_error` the error is raised. When memory runs out, requests
-        start again with smaller sizes; if no size can be lowered, they fail.
+        After memory ran out, the requests of the failed work start again with smaller sizes. They
+        fail if no size can be lowered.
+
+        Args:
+            source: Requests. It yields None while it has none, and may block only while the engine
+                is idle. The engine asks for a request only if the batch has room.
+            on_error: Called with the id and the exception of a request that fails without
+                neighbours; None: the exception is raised.
+
+        Yields:
+            Completions, in the order of their ends.
 
         Raises:
-            ValueError: a request can never fit, and there is no `on_error`.
-            BatchError: a step of several sequences failed, and there is an `on_error`.
+            ValueError: A request can never fit, and `on_error` is None.
+            BatchError: A step of several sequences failed, and `on_error` is given.
         """
         assert not self._active, "one generate at a time"
         make_current(self.target.device)
@@ -217,11 +210,10 @@ class Engine:
             self._owed_s = 0.0
 
     def _take_turn(self, queue: Queue, on_error: OnError | None) -> None:
-        """Read a chunk of a prompt, or take a step of all sequences that run, whichever has the
-        turn.
+        """Read a chunk of a prompt, or step all running sequences until they had their share of
+        the time.
 
-        A chunk is followed by steps until these have had their share of the time. A sequence that
-        is doubted takes one alone.
+        A doubted sequence steps without the others.
         """
         begin = self._watch.mark
         running = [sequence for sequence in self._active.values() if sequence is not self._reading]
@@ -234,9 +226,7 @@ class Engine:
             self._owed_s -= self._watch.mark - begin
 
     def _admit(self, queue: Queue, on_error: OnError | None) -> None:
-        """Choose the prompt that is read next, unless there is one, if the source has one and there
-        is room.
-        """
+        """Choose the prompt to read next, if no prompt is being read and there is room."""
         while (
             self._reading is None
             and len(self._active) < self._memory.batch_size
@@ -257,7 +247,7 @@ class Engine:
             self._reading = sequence
 
     def _start(self, request: Request) -> Sequence | None:
-        """Give the request a slot and cache rows; return None if it has to wait for them."""
+        """Reserve a slot and cache rows for a request; return None if there is no room now."""
         if request.request_id in self._active:
             raise ValueError(
                 f"request {request.request_id!r} is running already; give each request an id of "
@@ -279,16 +269,11 @@ class Engine:
             request.max_new_tokens,
             stop_repetition=request.sampling.stop_repetition,
         )
-        is_wanted = self._payoff.drafts if request.drafts is None else request.drafts
-        drafts = self._memory.num_nodes > 0 and is_wanted and not request.choices
         policy = CachePolicy(self._cache_options)
         penalties = penalties_of(request, self.target.device, self._asks)
+        drafts = self._drafting.is_wanted(request)
         sequence = Sequence(request, *admitted, stopper, policy, now, drafts, penalties, grammar)
-        if not drafts:
-            sequence.speculation.active = False
-        elif self._adaptive is not None:
-            running = [each for each in self._active.values() if each.drafts]
-            sequence.speculation = self._adaptive.begin(len(request.prompt_token_ids), running)
+        self._drafting.admit(sequence, self._active.values())
         with self._lock:
             self._active[request.request_id] = sequence
         return sequence
@@ -296,9 +281,7 @@ class Engine:
     def _guard(
         self, work: Work, sequences: list[Sequence], queue: Queue, on_error: OnError | None
     ) -> None:
-        """Do the work; if memory runs out and a size can be lowered, let the sequences start
-        again.
-        """
+        """Do the work. If memory runs out and a size can be lowered, restart the sequences."""
         try:
             with torch.inference_mode():
                 if work == "prefill":
@@ -314,7 +297,7 @@ class Engine:
                     raise
                 self._fail(sequences, error, on_error)
                 return
-        # Here the exception is released, and with it the tensors of the failed forward.
+        # only now the exception is gone, and the tensors of the failed forward with it
         for sequence in sequences:
             self._leave(sequence)
             queue.num_retries[sequence.request.request_id] = sequence.stats.num_memory_retries + 1
@@ -326,24 +309,21 @@ class Engine:
         self._watch.restart()
 
     def _has_less(self, work: Work, sequences: list[Sequence], size: int) -> bool:
-        """Return True if another start takes less memory: with a smaller size, or without a
-        sequence's draft.
-        """
+        """Return True if a restart takes less memory: by a smaller size, or without a draft."""
         still_drafts = self._memory.num_nodes == 0 and any(
             sequence.drafts for sequence in sequences
         )
         return self._memory.lower(work, size, len(self._active)) or still_drafts
 
     def _fail(self, sequences: list[Sequence], error: Exception, on_error: OnError) -> None:
-        """Report the failure of a sequence that ran alone; raise BatchError if several ran."""
+        """Report the failure of one sequence. Raises BatchError for several."""
         if len(sequences) > 1:
             raise BatchError(
                 [sequence.request.request_id for sequence in sequences], error
             ) from error
         self._leave(sequences[0])
         self._memory.ended()
-        # the next prompt takes no rows of one that may have failed over them
-        if self._reading is None:
+        if self._reading is None:  # the failed prompt may have left wrong rows
             self._reader.forget()
         on_error(sequences[0].request.request_id, error)
 
@@ -355,9 +335,7 @@ class Engine:
         self._admission.release(sequence.slot, sequence.region)
 
     def _finished(self, on_error: OnError | None) -> list[Completion]:
-        """Let the sequences leave that have ended; return the completions of those that are not
-        broken.
-        """
+        """Release ended sequences; return the completions of the sound ones."""
         done = []
         for sequence in [each for each in self._active.values() if each.has_ended]:
             if sequence.is_broken:
@@ -368,19 +346,9 @@ class Engine:
             else:
                 self._leave(sequence)
                 self._memory.ended()
-                self._count_document(sequence)
+                self._drafting.ended(sequence, self._active.values())
                 done.append(sequence.completion())
         return done
-
-    def _count_document(self, sequence: Sequence) -> None:
-        """Let a document that is done decide whether drafts go on, also those that have begun."""
-        if sequence.request.drafts is None and not sequence.request.choices:
-            worth_s = sequence.speculation.worth_s
-            self._payoff.ended(sequence.stats, worth_s, drafted=sequence.drafts)
-        if not self._payoff.drafts:
-            for each in self._active.values():
-                each.drafts = each.speculation.active = False
-                each.undrafted.clear()
 
     def _drop_cancelled(self, queue: Queue) -> None:
         with self._lock:
@@ -391,14 +359,12 @@ class Engine:
             self._leave(sequence)
 
     def _prefill(self, sequences: list[Sequence]) -> None:
-        """Run a chunk of the prompt through target and draft; after the last choose a token,
-        retrieve for the draft.
-        """
+        """Read a chunk of the prompt. After the last chunk, choose the first token."""
         [sequence] = sequences
         request = sequence.request
         end = self._reader.read(sequence, self._memory.chunk_size)
         if end is None:
-            synchronise(self.target.device)  # a GPU's seconds are the chunk's, not the next step's
+            synchronise(self.target.device)  # so that the next step is not charged for the chunk
             self._watch.charge("prefill_s", sequences)
             return
         self._reading = None
@@ -419,147 +385,33 @@ class Engine:
         if request.keeps_log_probs:
             sequence.log_probs += log_probs_of(logits, [token_id])
         sequence.push([token_id], now)
-        if sequence.drafts and not sequence.has_ended:
-            self._timed_for = self._adaptive  # the host has waited for the token
-            self._retrieve([(sequence, end.queries)])
-            self.drafter.read(sequence.slot, [token_id])
-            self._read_late(sequence, [token_id], end.features)
+        self._drafting.read_first(sequence, token_id, end)
 
     def _count_step(self) -> None:
         self.num_steps += 1
 
     def _step(self, running: list[Sequence]) -> None:
-        """Draft, verify, accept, then let the draft look again, for all running sequences at
-        once.
-        """
+        """Draft, verify, accept, and let the draft read the decided tokens, for all sequences."""
         started_at = self._watch.mark
-        is_timed = not self._graphs.enabled or self.num_steps % TIMED_EVERY == 0
-        self._timed_for = self._adaptive if is_timed else None
-        self._wait_if_timed()
+        self._drafting.begin_step(self.num_steps)
         self._watch.charge("other_s", running)
-        trees = self._draft(running)
-        if self._graphs.enabled and trees.num_nodes > 1:  # n-grams and grammars leave any size
-            costs = self._adaptive.costs if self._adaptive else None
-            trees = trees.padded(
-                costs.size_for(trees.num_nodes) if costs else 1 + self._memory.num_nodes
-            )
+        trees = self._drafting.propose(running)
         begin = self._watch.mark
         step = self._verifier.verify(running, trees)
         self._accept(running, trees, step, begin)
         self._count_step()
-        self._look_again(running, step)
+        self._drafting.read(running, step)
         for sequence in running:
             scores = bool(sequence.request.closed) and not self.target.is_recurrent
             if scores and sequence.has_ended and not sequence.is_broken:
                 self._choices.score(sequence)
                 self._watch.charge("verify_s", [sequence])
-        self._payoff.took(self._watch.mark - started_at)
-
-    def _wait_if_timed(self) -> None:
-        """Wait for what was launched, if its time is to be known."""
-        if self._timed_for is not None:
-            synchronise(self.target.device)
-
-    def _draft(self, sequences: list[Sequence]) -> DraftTrees:
-        """Propose a tree for each sequence; for a plain step it is the root, and behind it what a
-        grammar forces.
-        """
-        roots = [sequence.root_token_id for sequence in sequences]
-        if sequences[0].is_doubted or self._payoff.is_plain:
-            return roots_only(roots, self.target.device)
-        places = [
-            b
-            for b, sequence in enumerate(sequences)
-            if sequence.drafts and sequence.speculation.active
-        ]
-        trees = self._propose([sequences[b] for b in places]) if places else None
-        pausing = [b for b, sequence in enumerate(sequences) if sequence.drafts and b not in places]
-        if (glanced := self._glance([sequences[b] for b in pausing], sequences)) is not None:
-            trees = (
-                glanced
-                if trees is None
-                else DraftTrees.pad([*trees.nodes(), *glanced.nodes()], self.target.device)
-            )
-            places += pausing
-        if trees is None:
-            return self._constrained(
-                roots_only(roots, self.target.device), sequences, drafting=False
-            )
-        proposing = [sequences[b] for b in places]
-        if self._adaptive is not None:
-            trees = self._adaptive.prune(
-                trees, proposing, [sequence.length for sequence in sequences]
-            )
-        if places != [*range(len(sequences))]:
-            trees = among_roots(trees, places, roots)
-        self._watch.charge("draft_s", proposing)
-        return self._constrained(trees, sequences, drafting=False) if pausing else trees
-
-    def _propose(self, drafting: list[Sequence]) -> DraftTrees:
-        """Propose a tree for each of the sequences that draft."""
-        begin = self._watch.mark
-        most_nodes = max(1, self._memory.num_nodes)
-        if self._adaptive is not None:
-            most_nodes = min(most_nodes, self._adaptive.most_nodes)
-        trees = self.drafter.propose([sequence.slot for sequence in drafting], most_nodes)
-        if self.target.is_recurrent:
-            trees = trees.chains()
-        trees = prune(self._constrained(trees, drafting, drafting=True), 1 + self._memory.num_nodes)
-        self._wait_if_timed()
-        now = self._watch.charge("draft_s", drafting)
-        if self._timed_for is not None:
-            self._timed_for.costs.observe_draft(
-                "propose", len(drafting), now - begin, self._timed_for.width
-            )
-        return trees
-
-    def _glance(self, pausing: list[Sequence], running: list[Sequence]) -> DraftTrees | None:
-        """Propose what takes no time for sequences that pause; captured steps have no trees of
-        other sizes.
-        """
-        if self._adaptive is None or not pausing or self._graphs.enabled:
-            return None
-        least = self._adaptive.least_probability([sequence.length for sequence in running])
-        trees = self.drafter.glance(
-            [sequence.slot for sequence in pausing], self._memory.num_nodes, least
-        )
-        return trees.chains() if trees and self.target.is_recurrent else trees
-
-    def _constrained(
-        self, trees: DraftTrees, sequences: list[Sequence], *, drafting: bool
-    ) -> DraftTrees:
-        """Take out of trees what grammars forbid, and add what they force: of those that draft, or
-        of those that pause.
-
-        A pause does not hold up what is forced.
-        """
-        asked = [each.drafts and each.speculation.active == drafting for each in sequences]
-        grammars = [
-            each.grammar if is_asked else None
-            for each, is_asked in zip(sequences, asked, strict=True)
-        ]
-        if not any(grammars):
-            return trees
-        limits = [min(self._num_levels, each.num_left - 1) for each in sequences]
-        proposed = trees.nodes()
-        rows = zip(grammars, proposed, limits, strict=True)
-        kept = [
-            nodes if grammar is None else grammar.keep(nodes, limit)
-            for grammar, nodes, limit in rows
-        ]
-        if kept == proposed:
-            return trees
-        made = DraftTrees.pad(kept, self.target.device)
-        if self.target.is_recurrent:  # what is forced may be spelled in other tokens beside it
-            made = made.chains()
-        return prune(made, 1 + self._memory.num_nodes)
+        self._drafting.payoff.took(self._watch.mark - started_at)
 
     def _accept(
         self, sequences: list[Sequence], trees: DraftTrees, step: Verified, begin: float
     ) -> None:
-        """Append each sequence's decided tokens, and count the step, whose verification started at
-        `begin`.
-        """
+        """Append the decided tokens, and count a step with a verification since `begin`."""
         lengths = [sequence.length for sequence in sequences]
         decided = [*zip(step.new_token_ids, step.is_finite, strict=True)]
         accepted = [len(new) - is_finite for new, is_finite in decided]
@@ -569,34 +421,200 @@ class Engine:
             sequence.length += len(new)
             if size > 1 and sequence.speculation.active:
                 sequence.count_first(new, number, self.drafter.drafted)
-            sizes = size - 1, number, self._num_levels
+            sizes = size - 1, number, self.drafter.num_levels
             sequence.count_step(
                 *sizes, batch_size=len(sequences), hybrid=self._tree_attention == "hybrid"
             )
         now = self._watch.charge("verify_s", sequences)
-        if self._adaptive is not None:
-            self._adaptive.observe(
-                sequences, lengths, trees, accepted, now - begin if self._timed_for else None
-            )
+        self._drafting.observe(sequences, lengths, trees, accepted, now - begin)
         for sequence, (new, is_finite) in zip(sequences, decided, strict=True):
             if new:
                 sequence.push(new, now)
             sequence.is_doubted = not is_finite
             sequence.is_broken = not (is_finite or sequence.has_ended) and trees.num_nodes == 1
 
-    def _look_again(self, sequences: list[Sequence], step: Verified) -> None:
-        """Retrieve where it is due, then let the draft read what was decided, unless it pauses in
-        the next step.
+
+@dataclass
+class Drafting:
+    """Proposes trees before a step, and lets the draft read the decided tokens after it."""
+
+    _target: CachedModel
+    _drafter: Drafter
+    _adaptive: Adaptive | None
+    _graphs: Graphs
+    _memory: MemoryLadder
+    """Largest tree."""
+    _watch: Stopwatch
+    _options: CacheOptions
+    _scored_layers: Items[int]
+    """Layers of the target for retrieval."""
+
+    def __post_init__(self) -> None:
+        self.payoff = self._adaptive.payoff if self._adaptive else Payoff()
+        self._timed_for = self._adaptive
+        """Receiver of the step's times; None for an untimed step."""
+
+    def is_wanted(self, request: Request) -> bool:
+        """Return True if a request gets a draft."""
+        drafts = self.payoff.drafts if request.drafts is None else request.drafts
+        return self._memory.num_nodes > 0 and drafts and not request.choices
+
+    def admit(self, sequence: Sequence, active: Iterable[Sequence]) -> None:
+        """Choose whether a new sequence begins with a draft or a pause."""
+        if not sequence.drafts:
+            sequence.speculation.active = False
+        elif self._adaptive is not None:
+            running = [each for each in active if each.drafts]
+            num_tokens = len(sequence.request.prompt_token_ids)
+            sequence.speculation = self._adaptive.begin(num_tokens, running)
+
+    def ended(self, sequence: Sequence, active: Iterable[Sequence]) -> None:
+        """Count a finished document. If drafts do not pay, end those of active sequences."""
+        if sequence.request.drafts is None and not sequence.request.choices:
+            worth_s = sequence.speculation.worth_s
+            self.payoff.ended(sequence.stats, worth_s, drafted=sequence.drafts)
+        if not self.payoff.drafts:
+            for each in active:
+                each.drafts = each.speculation.active = False
+                each.undrafted.clear()
+
+    def begin_step(self, number: int) -> None:
+        """Decide whether a step is timed; if so, wait for earlier work of the device."""
+        is_timed = not self._graphs.enabled or number % TIMED_EVERY == 0
+        self._timed_for = self._adaptive if is_timed else None
+        self._wait_if_timed()
+
+    def _wait_if_timed(self) -> None:
+        if self._timed_for is not None:
+            synchronise(self._target.device)
+
+    def propose(self, sequences: list[Sequence]) -> DraftTrees:
+        """Return a tree for each sequence. In a plain step it is the root.
+
+        Drafts propose for active sequences, n-grams for pausing ones. Grammars remove forbidden
+        nodes and add forced ones.
         """
+        root_ids = [sequence.root_token_id for sequence in sequences]
+        trees = roots_only(root_ids, self._target.device)
+        if sequences[0].is_doubted or self.payoff.is_plain:
+            return trees
+        drafting, pausing = (
+            [
+                b
+                for b, each in enumerate(sequences)
+                if each.drafts and each.speculation.active == is_active
+            ]
+            for is_active in (True, False)
+        )
+        drafted = self._draft([sequences[b] for b in drafting])
+        glanced = self._glance([sequences[b] for b in pausing], sequences)
+        places = drafting + (pausing if glanced is not None else [])
+        if (proposed := self._joined(drafted, glanced)) is not None:
+            proposing = [sequences[b] for b in places]
+            if self._adaptive is not None:
+                lengths = [sequence.length for sequence in sequences]
+                proposed = self._adaptive.prune(proposed, proposing, lengths)
+            is_whole = places == [*range(len(sequences))]
+            trees = proposed if is_whole else among_roots(proposed, places, root_ids)
+            self._watch.charge("draft_s", proposing)
+        return self._padded(self._constrain(trees, sequences, pausing))
+
+    def _joined(self, drafted: DraftTrees | None, glanced: DraftTrees | None) -> DraftTrees | None:
+        """Put two groups of trees into one batch."""
+        if drafted is None or glanced is None:
+            return drafted or glanced
+        return DraftTrees.pad([*drafted.nodes(), *glanced.nodes()], self._target.device)
+
+    def _padded(self, trees: DraftTrees) -> DraftTrees:
+        """Pad trees to a size of captured steps: n-grams and grammars leave any size."""
+        if not self._graphs.enabled or trees.num_nodes == 1:
+            return trees
+        if self._adaptive is None:
+            return trees.padded(1 + self._memory.num_nodes)
+        return trees.padded(self._adaptive.costs.size_for(trees.num_nodes))
+
+    def _draft(self, drafting: list[Sequence]) -> DraftTrees | None:
+        """Let the draft propose trees."""
+        if not drafting:
+            return None
+        begin = self._watch.mark
+        most_nodes = max(1, self._memory.num_nodes)
+        if self._adaptive is not None:
+            most_nodes = min(most_nodes, self._adaptive.most_nodes)
+        trees = self._drafter.propose([sequence.slot for sequence in drafting], most_nodes)
+        if self._target.is_recurrent:
+            trees = trees.chains()
+        trees = self._constrain(trees, drafting, range(len(drafting)))
+        trees = prune(trees, 1 + self._memory.num_nodes)
+        self._wait_if_timed()
+        now = self._watch.charge("draft_s", drafting)
+        if self._timed_for is not None:
+            self._timed_for.costs.observe_draft(
+                "propose", len(drafting), now - begin, self._timed_for.width
+            )
+        return trees
+
+    def _glance(self, pausing: list[Sequence], running: list[Sequence]) -> DraftTrees | None:
+        """Propose n-grams, which take no time. Captured steps have no trees of such sizes."""
+        if self._adaptive is None or not pausing or self._graphs.enabled:
+            return None
+        least = self._adaptive.least_probability([sequence.length for sequence in running])
+        trees = self._drafter.glance(
+            [sequence.slot for sequence in pausing], self._memory.num_nodes, least
+        )
+        return trees.chains() if trees and self._target.is_recurrent else trees
+
+    def _constrain(
+        self, trees: DraftTrees, sequences: list[Sequence], places: Items[int]
+    ) -> DraftTrees:
+        """Apply grammars to the trees at `places`: remove forbidden nodes, add forced ones."""
+        if not any(sequences[b].grammar for b in places):
+            return trees
+        proposed = trees.nodes()
+        kept = [*proposed]
+        for b in places:
+            if (grammar := sequences[b].grammar) is not None:
+                limit = min(self._drafter.num_levels, sequences[b].num_left - 1)
+                kept[b] = grammar.keep(proposed[b], limit)
+        if kept == proposed:
+            return trees
+        made = DraftTrees.pad(kept, self._target.device)
+        if self._target.is_recurrent:  # forced text may be spelled in other tokens beside a draft
+            made = made.chains()
+        return prune(made, 1 + self._memory.num_nodes)
+
+    def observe(
+        self,
+        sequences: list[Sequence],
+        lengths: list[int],
+        trees: DraftTrees,
+        accepted: list[int],
+        verify_s: float,
+    ) -> None:
+        """Record a verification, as `Adaptive.observe` does."""
+        if self._adaptive is not None:
+            seconds = verify_s if self._timed_for else None
+            self._adaptive.observe(sequences, lengths, trees, accepted, seconds)
+
+    def read_first(self, sequence: Sequence, token_id: int, end: PromptEnd) -> None:
+        """Let the draft read the first token after a prompt."""
+        if sequence.drafts and not sequence.has_ended:
+            self._timed_for = self._adaptive  # the host has waited for the token
+            self._retrieve([(sequence, end.queries)])
+            self._drafter.read(sequence.slot, [token_id])
+            self._read_late(sequence, [token_id], end.features)
+
+    def read(self, sequences: list[Sequence], step: Verified) -> None:
+        """Retrieve where due. Then let active drafts read the decided tokens."""
         going = {
             b: sequence
             for b, sequence in enumerate(sequences)
             if sequence.drafts and not sequence.has_ended and step.new_token_ids[b]
         }
         for b, sequence in going.items():
-            self.drafter.read(sequence.slot, step.new_token_ids[b])
+            self._drafter.read(sequence.slot, step.new_token_ids[b])
         drafting = {}
-        if not self._payoff.is_plain:
+        if not self.payoff.is_plain:
             if self._adaptive is not None and going:
                 self._adaptive.decide([*going.values()])
             drafting = {b: sequence for b, sequence in going.items() if sequence.speculation.active}
@@ -622,51 +640,44 @@ class Engine:
                 self._read_late(sequence, new, step.features[b, : len(new)].clone())
 
     def _read_late(self, sequence: Sequence, token_ids: list[int], features: Tensor) -> None:
-        """Keep decided tokens for the draft, and the features before them; let it read all it
-        missed if it drafts.
-        """
+        """Keep decided tokens and the features before them. An active draft reads all kept ones."""
         sequence.undrafted.append((token_ids, features))
-        if sequence.speculation.active and not self._payoff.is_plain:
-            # alone, because others would be padded to it
+        if sequence.speculation.active and not self.payoff.is_plain:
+            # one by one: in a batch the others would be padded to the longest
             missed, before = sequence.catch_up()
             self._absorb([sequence], Decided.pad([missed], [before]))
 
     def _retrieve(self, due: list[tuple[Sequence, list[Tensor]]]) -> None:
-        """Choose what the draft sees of sequences, by the queries [H, D] of each one's last
-        committed token.
+        """Choose the chunks for drafts by queries [H, D] of each sequence's last committed token.
 
-        They are those of the layers that score. The host waits once for the scores of all.
+        The queries are those of the scoring layers. The host waits once for the scores of all.
         """
         self._watch.charge("other_s", [sequence for sequence, _ in due])
         masses = [self._mass(*each) for each in due]
         on_host = torch.cat(masses).cpu().split([*map(len, masses)])
         for (sequence, _), mass in zip(due, on_host, strict=True):
-            self.drafter.select(
+            self._drafter.select(
                 sequence.slot, sequence.policy.select(sequence.length, mass, sequence.stats)
             )
         self._watch.charge("retrieval_s", [sequence for sequence, _ in due])
 
     def _mass(self, sequence: Sequence, queries: list[Tensor]) -> Tensor:
-        """Return each chunk's share [C] of the attention of some queries; nothing if no layer
-        scores.
-        """
+        """Return each chunk's share [C] of attention; empty without scoring layers."""
         if not self._scored_layers:
             return torch.empty(0)
         rows = slice(sequence.region.start, sequence.region.start + sequence.length)
-        keys = [self.target.cache.layers[layer][0, :, rows] for layer in self._scored_layers]
-        return mean_mass(queries, keys, self._cache_options.chunk_size, self.target.scale)
+        keys = [self._target.cache.layers[layer][0, :, rows] for layer in self._scored_layers]
+        return mean_mass(queries, keys, self._options.chunk_size, self._target.scale)
 
     def _absorb(self, sequences: list[Sequence], decided: Decided) -> float:
-        """Let the draft read what was selected and what was decided; return the seconds of the
-        latter.
-        """
+        """Let the draft read selected and decided tokens; return the seconds of the latter."""
         begin = self._watch.charge("other_s", sequences)
-        if self.drafter.read_selected([sequence.slot for sequence in sequences]):
+        if self._drafter.read_selected([sequence.slot for sequence in sequences]):
             self._wait_if_timed()
             now = self._watch.charge("draft_prefill_s", sequences)
             if self._timed_for is not None:
                 self._timed_for.costs.observe_reading(len(sequences), now - begin)
             begin = now
-        self.drafter.absorb([sequence.slot for sequence in sequences], decided)
+        self._drafter.absorb([sequence.slot for sequence in sequences], decided)
         self._wait_if_timed()
         return self._watch.charge("draft_s", sequences) - begin

@@ -1,5 +1,6 @@
-"""A causal LM that runs in batches on our cache, for the target and for standalone drafts: Llama's
-family on our layers (`layers`), any other on transformers' own (`stock`).
+"""A causal LM on our cache, in batches: the target or a standalone draft.
+
+Llama's family runs on our layers (`layers`), any other on those of transformers (`stock`).
 
 Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary.
 """
@@ -36,7 +37,7 @@ _CHOSEN_EXPERTS = (
     "moe_topk",
     "num_experts_per_token",
 )
-"""Names that configs have for the experts that a token passes."""
+"""Names in configs for the experts of a token."""
 
 
 def count_work(
@@ -45,13 +46,13 @@ def count_work(
     dtype: torch.dtype,
     quantize: Scheme | None = None,
 ) -> ModelWork:
-    """Count what decoding with a transformers causal LM takes, whose weights may be on `meta`.
+    """Count the work of decoding with a causal LM of transformers.
 
     Args:
-        model: The causal LM.
-        layers: The attention of its layers.
+        model: The causal LM. Weights may be on `meta`.
+        layers: Attention of its layers.
         dtype: Type of the weights.
-        quantize: What is to become of the weights of its layers.
+        quantize: Later quantization of its layers.
     """
     config = model.config.get_text_config()
     decoder = decoder_of(model)
@@ -77,10 +78,10 @@ def count_work(
 
 
 def expert_parameters(model: Any) -> tuple[int, float]:
-    """Count the weights of a model's experts, whose tensors are [experts, outputs, inputs].
+    """Count the weights of a model's experts, which are tensors [experts, outputs, inputs].
 
     Returns:
-        Their number, and the share of them that one token passes.
+        Number of weights, and the share of them for one token.
     """
     experts = [
         weight
@@ -94,7 +95,7 @@ def expert_parameters(model: Any) -> tuple[int, float]:
 
 
 def chosen_experts(config: Any) -> int:
-    """Return the experts that a token passes in a layer; 0 if the config names none."""
+    """Return the experts of a token in a layer; 0 if the config names none."""
     text = config.get_text_config()
     named = (getattr(text, name) for name in _CHOSEN_EXPERTS if hasattr(text, name))
     number = next(named, None)
@@ -102,7 +103,7 @@ def chosen_experts(config: Any) -> int:
 
 
 def layers_of(model: Any) -> list[AttentionLayer]:
-    """Return the attention of each layer of a causal LM, whose weights may be on `meta`."""
+    """Return the attention of each layer of a causal LM. Weights may be on `meta`."""
     config = model.config
     if why_not_fused(config):
         return attention_layers(model)
@@ -117,7 +118,7 @@ def head_size(config: Any) -> int:
 
 
 class CachedModel:
-    """A transformers causal LM, the kernels it attends with, and its KV cache."""
+    """A causal LM of transformers with our kernels and cache."""
 
     def __init__(
         self,
@@ -128,16 +129,15 @@ class CachedModel:
         quantize: Scheme | None = None,
         recent: RecentSizes | None = None,
     ):
-        """Take the model; the layers of Llama's family are replaced by `FusedLayer`.
+        """Take the model, and replace layers of Llama's family by `FusedLayer`.
 
         Args:
             model: The causal LM.
-            attend: The kernel of attention.
+            attend: Kernel of attention.
             num_rows: Rows of the cache.
-            kernels: The kernels between the products of fused layers.
-            quantize: What becomes of the weights of fused layers, which may still lie on another
-                device than the others.
-            recent: Sizes of the cache of layers with a window; None: it has `num_rows`, too.
+            kernels: Kernels between the products of fused layers.
+            quantize: Quantization of fused layers, which may lie on another device than the rest.
+            recent: Sizes of the cache of layers with a window; None: they have `num_rows` too.
         """
         self.config: Any = model.config.get_text_config()
         self.model = model
@@ -146,25 +146,25 @@ class CachedModel:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.layers = layers_of(model)
-        """The attention of each layer."""
+        """Attention of each layer."""
         whole = [layer for layer in self.layers if layer.num_kv_heads and layer.window is None]
         self.scale: float = (whole or self.layers)[-1].scale
         """Factor on the scores of layers of full attention."""
         self.work = count_work(model, self.layers, self.dtype, quantize)
-        """What decoding with it takes."""
+        """Work of decoding."""
         self.is_fused = not why_not_fused(model.config)
         """Whether its layers are ours."""
         if self.is_fused:
             fuse(model, partial(quantized, scheme=quantize))
-            release_cached(self.device)  # the weights that were joined
+            release_cached(self.device)  # the separate weights
         pack(model)
         self.trials: tuple[Trial, ...] = ()
-        """What came of the kernels that were tried."""
+        """Results of tried kernels."""
         is_compiled = any(isinstance(module, CompiledLinear) for module in model.modules())
         self.linears = " ".join(filter(None, (quantize, "compiled" if is_compiled else "torch")))
-        """How linear layers are multiplied, see `layers` and `quantized`."""
+        """Kind of products of linear layers, see `layers` and `quantized`."""
         self._decoder: Any = None
-        """What runs all layers in one call."""
+        """All layers in one call; None: layer by layer."""
         shapes = [layer.shape for layer in self.layers]
         windowed = [n for n, layer in enumerate(self.layers) if layer.window is not None]
         self.cache = KVCache(shapes, num_rows, self.dtype, self.device, recent, windowed)
@@ -174,36 +174,42 @@ class CachedModel:
 
     @property
     def is_recurrent(self) -> bool:
-        """Return True if layers have a recurrent state, so that drafts must be chains."""
+        """Return True for layers with a recurrent state, which verify only chains."""
         return self._stock is not None and bool(self._stock.recurrent)
 
     def take_over(self, start: int, num_tokens: int) -> int:
-        """Begin a prompt at a row of the cache, of which the last prompt has `num_tokens`.
+        """Begin a prompt.
+
+        Args:
+            start: First cache row of its sequence.
+            num_tokens: Tokens in common with the last prompt.
 
         Returns:
-            How many of them can be taken over: all, unless a recurrent state is kept only after
-            fewer, or a layer with a window has forgotten their last rows.
+            Tokens without need of another reading. There are fewer than `num_tokens` if recurrent
+            states, or rows of layers with a window, are gone.
         """
         return num_tokens if self._stock is None else self._stock.take_over(start, num_tokens)
 
     def end_prompt(self, start: int, num_tokens: int) -> None:
-        """Keep what an output needs of a prompt of `num_tokens` at a row of the cache."""
+        """End a prompt of `num_tokens` with the first cache row `start`."""
         if self.cache.recent is not None:
             self.cache.recent.settle(start, num_tokens)
 
     def assume_read(self, starts: Sequence[int], num_tokens: int) -> None:
-        """Count `num_tokens` as read after rows of the cache, so that steps can be measured."""
+        """Count `num_tokens` as read by sequences at `starts`, for measurements of steps."""
         if self._stock is not None:
             self._stock.assume_read(starts, num_tokens)
 
     @property
     def runs_in_one_call(self) -> bool:
-        """Return True if its layers run in one call."""
+        """Return True if all layers run in one call."""
         return self._decoder is not None
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-        """Run token_ids [B, T] at positions [B, T], write their rows, return hidden [B, T, C] after
-        the final norm.
+        """Run tokens [B, T] at positions [B, T], and write their rows.
+
+        Returns:
+            Hidden [B, T, C] after the final norm.
         """
         return self.forward_with_features(token_ids, positions, plan, ())[0]
 
@@ -214,11 +220,17 @@ class CachedModel:
         plan: AttentionPlan,
         layers: tuple[int, ...] | None,
     ) -> tuple[Tensor, Tensor]:
-        """Run `forward`, and return features [B, T, F] beside it: the outputs of `layers`
-        (ascending) side by side.
+        """Run `forward` with features.
 
-        Without layers the features are the hidden states themselves, and with None there are no
-        features (F = 0). Where the plan is for ends only, hidden may be [B, 1, C]. Nothing is kept.
+        Args:
+            token_ids: Tokens [B, T].
+            positions: Positions [B, T].
+            plan: Plan of the forward.
+            layers: Layers, ascending, with the outputs for the features. Empty: the features are
+                the hidden states. None: no features (F = 0).
+
+        Returns:
+            Hidden [B, T, C], or [B, 1, C] for `plan.ends_only`, and features [B, T, F].
         """
         run = self._run_fused if self._stock is None else self._stock.run
         hidden, outputs = run(token_ids, positions, plan, layers or ())
@@ -230,7 +242,7 @@ class CachedModel:
     def _run_fused(
         self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, wanted: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run our layers; return what `StockDecoder.run` does."""
+        """Run our layers, with the results of `StockDecoder.run`."""
         model = self.model.model
         embedded = model.embed_tokens(token_ids)
         cos, sin = model.rotary_emb(embedded, positions)
@@ -257,9 +269,7 @@ class CachedModel:
         return head(hidden)
 
     def timing_key(self) -> dict[str, Any]:
-        """Return what the time of a forward depends on, attention's kernels aside, as JSON
-        values.
-        """
+        """Return everything with an influence on times except attention, as JSON values."""
         return {
             "device": device_name(self.device),
             "threads": torch.get_num_threads(),
@@ -279,7 +289,7 @@ class CachedModel:
         return "torch" if self.kernels is TORCH else "kernels"
 
     def join_layers(self) -> None:
-        """Run all layers in one compiled call from now on, if that can be made here."""
+        """Run all layers in one compiled call from now on, if possible."""
         if not self.is_fused:
             return
         attends = compiled_is_right(self.dtype)

@@ -1,8 +1,8 @@
-"""Prefill: the target reads a prompt in chunks, and a draft reads along.
+"""Prefill: the target reads a prompt in chunks, and the draft reads along.
 
-The attention of a token depends on no later one, so prompts with the same first n tokens have the
-same n cache rows: what the target read for one is copied for the next (prefix caching). A draft
-reads every prompt itself, from the target's features; that takes little time.
+Prompts with the same first n tokens have the same first n cache rows, because attention sees no
+later token. So the rows of one prompt are copied for the next (prefix caching). The draft reads
+every prompt from the target's features, which takes little time.
 
 Shapes: `P` tokens of a prompt, `T` of a chunk, `L` layers, `C` hidden size, `F` features of a
 position, `H` query heads, `K` key heads, `D` head size.
@@ -25,35 +25,30 @@ from specextend.decoding.sequence import Sequence, Stopwatch
 from specextend.decoding.tree import Drafter
 
 LEAST_REUSED = 256
-"""Tokens that a prompt must have in common with the one before it to take its rows."""
+"""Least common tokens of two prompts for a copy of rows."""
 
 
 @dataclass(slots=True)
 class LastPrompt:
-    """The prompt that the target read last, for one with the same long instruction, or about the
-    same document.
+    """The last prompt of the target, for the next one about the same document.
 
-    Its rows stay in the cache until the next prompt is read, even if its request has ended: nothing
-    else is ever written to a region that no running request has.
+    Its rows stay in the cache until the next prompt, even after its request: nothing is written to
+    a free region.
     """
 
     token_ids: list[int]
     first_row: int
     features: list[Tensor] = field(default_factory=list)
-    """What a draft is given for its chunks, each [1, n, F]."""
+    """Features of its chunks for the draft, each [1, n, F]."""
 
     def length_in(self, prompt_token_ids: list[int]) -> int:
-        """Return the tokens to take over for another prompt, whose last token is never among them;
-        0 if too few.
-        """
+        """Return the tokens in common with another prompt, without its last; 0 if too few."""
         both = [self.token_ids, prompt_token_ids[:-1]]
         n = len(commonprefix(both))  # noqa: RUF071  of lists it compares item by item
         return n if n >= LEAST_REUSED else 0
 
     def write(self, cache: KVCache, first_row: int, count: int) -> list[Tensor]:
-        """Copy the first `count` rows to `first_row` on; return their features in chunks [1, n,
-        F].
-        """
+        """Copy the first `count` rows to `first_row`; return their features [1, n, F] in chunks."""
         cache.copy(self.first_row, first_row, count)
         chunks = []
         left = count
@@ -67,44 +62,41 @@ class LastPrompt:
 
 
 class PromptEnd(NamedTuple):
-    """Holds what the last token of a prompt gives."""
+    """Results of the last token of a prompt."""
 
     hidden: Tensor
-    """[1, C], the target's output."""
+    """[1, C], output of the target."""
     features: Tensor
-    """[1, F], what a draft is given for it."""
+    """[1, F], features for the draft."""
     queries: list[Tensor]
-    """[H, D] in each layer that scores chunks."""
+    """[H, D] of each scoring layer."""
 
 
 @dataclass
 class PromptReader:
-    """Reads prompts for one engine. What a prompt has in common with the one before it is read
-    once.
-    """
+    """Reads the prompts of one engine, without their common start with the last prompt."""
 
     _target: CachedModel
     _drafter: Drafter
     _scored_layers: Items[int]
-    """Those that score chunks."""
+    """Layers of the target that score chunks."""
     _watch: Stopwatch
-    """Time is charged to it."""
     _on_chunk: Callable[[], None]
     """Called for each chunk."""
     _last_prompt: LastPrompt | None = None
     _features: list[Tensor] = field(default_factory=list)
-    """What a draft is given for the chunks so far of the prompt that is being read."""
+    """Features for the draft of the chunks so far."""
 
     def forget(self) -> None:
-        """Take nothing over from the last prompt. None may be half read that is still wanted."""
+        """Forget the last prompt. No prompt may be in work."""
         self._last_prompt = None
         self._features = []
 
     def read(self, sequence: Sequence, chunk_size: int) -> PromptEnd | None:
-        """Read the next `chunk_size` tokens of a sequence's prompt; return None if more of it is
-        left.
+        """Read the next chunk of a prompt. Prompts are read one after the other.
 
-        A prompt is read to its end, or given up, before another one is begun.
+        Returns:
+            Results of the last token; None before the last chunk.
         """
         token_ids = sequence.request.prompt_token_ids
         device = self._target.device
@@ -115,7 +107,7 @@ class PromptReader:
             self._let_draft_read(sequence, taken, self._features)
         end = sequence.length + chunk_size
         if self._target.is_recurrent and sequence.length < len(token_ids) - 1:
-            end = min(end, len(token_ids) - 1)  # choices are scored from the last token on
+            end = min(end, len(token_ids) - 1)  # choices read the last token again
         chunk = torch.tensor(token_ids[sequence.length : end], device=device)
         plan, hidden, features = self._read_chunk(sequence, chunk)
         self._let_draft_read(sequence, chunk, [features])
@@ -128,10 +120,8 @@ class PromptReader:
         return PromptEnd(hidden[0, -1:], features[0, -1:], queries)
 
     def _take_over(self, sequence: Sequence) -> list[Tensor]:
-        """Copy the start of a prompt that was read for the one before; return its features in
-        chunks [1, n, F].
-        """
-        last, self._last_prompt = self._last_prompt, None  # from here on its rows may be written
+        """Copy the common start of the last prompt; return its features [1, n, F] in chunks."""
+        last, self._last_prompt = self._last_prompt, None  # its rows may be overwritten from here
         n = last.length_in(sequence.request.prompt_token_ids) if last else 0
         n = self._target.take_over(sequence.region.start, n)
         if last is None or n == 0:
@@ -140,10 +130,8 @@ class PromptReader:
         return last.write(self._target.cache, sequence.region.start, n)
 
     def _let_draft_read(self, sequence: Sequence, token_ids: Tensor, chunks: Items[Tensor]) -> None:
-        """Let the draft read tokens [T] of the prompt after the target, with features [1, n, F] of
-        chunks of them.
-        """
-        if sequence.drafts and chunks:  # a GPU's seconds are those of the model that took them
+        """Let the draft read tokens [T] of the prompt with their features [1, n, F] in chunks."""
+        if sequence.drafts and chunks:  # so that each model is charged for its GPU seconds
             synchronise(self._target.device)
         self._watch.charge("prefill_s", [sequence])
         if not sequence.drafts or not chunks:
@@ -157,10 +145,12 @@ class PromptReader:
     def _read_chunk(
         self, sequence: Sequence, chunk: Tensor
     ) -> tuple[AttentionPlan, Tensor, Tensor]:
-        """Run the next `chunk` [T] of the prompt; return its plan, hidden [1, T or 1, C] and
-        features [1, T, F].
+        """Run the target on the next chunk [T] of a prompt.
 
-        The last layer's output is computed for the last token alone, unless the draft reads it.
+        The last layer computes only the last token unless the draft reads its output.
+
+        Returns:
+            The plan, hidden [1, T or 1, C], and features [1, T, F].
         """
         first = sequence.length
         sequence.length += len(chunk)

@@ -1,10 +1,9 @@
 """Layers with a recurrent state (gated delta rule, Mamba 2, short convolution) under drafts.
 
-A recurrent state cannot forget a token. So a layer keeps its inputs for tokens that are not decided
-yet, and its state before them. The next step gives it the decided ones again, together with the new
-ones. The rest of the model reads each token once. A state has one past, so drafts are chains.
-
-Begin with `RecurrentLayer.forward`.
+A recurrent state cannot forget a token. So a layer keeps its inputs for undecided tokens, and its
+state before them. In the next step it reads the decided inputs again before the new ones. The rest
+of the model reads each token once. A state has a single past, so drafts are chains. Begin with
+`RecurrentLayer.forward`.
 
 Shapes: `B` sequences, `T` new tokens of each, `C` input size of a layer, `n` pending tokens.
 """
@@ -20,13 +19,13 @@ from torch.nn.utils.rnn import pad_sequence
 from specextend.attention.plan import AttentionPlan
 
 State = dict[str, dict[int, Any]]
-"""Fields of a layer of transformers' cache: tensors [B, ...] and flags; empty before any token."""
+"""Fields of a layer in transformers' cache: tensors [B, ...] and flags; empty at the start."""
 MOST_PENDING = 16
-"""Decided tokens that a layer is given again before their state is kept. Keeping it takes a call of
-the layer's own, so that 16 tokens share one more reading of its weights.
+"""Most decided tokens without a state. A state takes one more call of the layer, and so another
+reading of its weights.
 """
 MOST_KEPT = 4
-"""States after chunks of the last prompt, for another prompt that begins alike."""
+"""States after chunks of the last prompt, for a prompt with the same start."""
 _FIELDS = (
     "conv_states",
     "recurrent_states",
@@ -45,22 +44,22 @@ class Past:
     """Tokens in the state."""
     state: State
     inputs: Tensor
-    """Inputs [n, C] of later tokens, the last ones of which may be drafts."""
+    """Inputs [n, C] of later tokens, drafts included."""
     next_state: State | None = None
-    """State after all of these, which counts if all are decided; None if it is not known."""
+    """State after all inputs, for the case that all are decided; None if unknown."""
 
 
 class RecurrentLayer(nn.Module):
-    """A layer of transformers with a recurrent state, for the sequences of a batch."""
+    """A layer of transformers with a recurrent state, for batches."""
 
     def __init__(self, layer: Any, cached: Any, plan: Callable[[], AttentionPlan]):
         """Take a layer of the model.
 
         Args:
-            layer: Takes inputs [B, T, C], first or as `hidden_states`. Returns as many outputs, or
-                a tuple that begins with them.
-            cached: Its layer of the cache that each forward of the model is given.
-            plan: Returns the plan of the forward that runs now.
+            layer: Maps inputs [B, T, C] (first argument, or `hidden_states`) to outputs, or to a
+                tuple with outputs first.
+            cached: Layer of the model's cache.
+            plan: Returns the plan of the current forward.
         """
         super().__init__()
         self._layer = layer
@@ -68,12 +67,12 @@ class RecurrentLayer(nn.Module):
         self._empty: State = {name: dict(getattr(cached, name)) for name in _FIELDS}
         self._plan = plan
         self._pasts: dict[int, Past] = {}
-        """By a sequence's first row in the cache."""
+        """Pasts by first cache row."""
         self._last_prompt: list[Past] = []
-        """After chunks of the last prompt, in their order."""
+        """Pasts after chunks of the last prompt."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer on new inputs [B, T, C], after the pending ones of each sequence."""
+        """Run the layer on the pending inputs of each sequence and new ones [B, T, C]."""
         is_named = "hidden_states" in kwargs
         new: Tensor = kwargs["hidden_states"] if is_named else args[0]
 
@@ -111,15 +110,15 @@ class RecurrentLayer(nn.Module):
         return (outputs, *result[1:]) if is_tuple else outputs
 
     def take_over(self, start: int, num_tokens: int, starts: Collection[int]) -> int:
-        """Begin a sequence with the state after `num_tokens` of the last prompt, or after fewer.
+        """Begin a sequence with a state of the last prompt.
 
         Args:
-            start: Row of the cache where the sequence begins.
-            num_tokens: Tokens that its prompt has in common with the last one.
-            starts: Rows where sequences begin; any other is forgotten.
+            start: First cache row of the sequence.
+            num_tokens: Tokens in common with the last prompt.
+            starts: First rows of all sequences; other pasts are dropped.
 
         Returns:
-            Tokens in the state; 0 if no state is kept.
+            Tokens in the state, at most `num_tokens`; 0 without a state.
         """
         self._pasts = {row: past for row, past in self._pasts.items() if row in starts}
         self._last_prompt = [past for past in self._last_prompt if past.length <= num_tokens]
@@ -129,11 +128,11 @@ class RecurrentLayer(nn.Module):
         return self._last_prompt[-1].length
 
     def assume(self, start: int, num_tokens: int) -> None:
-        """Count `num_tokens` as read by a sequence, so that steps after them can be measured."""
+        """Count `num_tokens` as read by a sequence, for measurements of steps."""
         self._pasts[start].length = num_tokens
 
     def _past_of(self, start: int, num_decided: int, new: Tensor) -> Past:
-        """Return the past of a sequence without drafts that were not accepted."""
+        """Return the past of a sequence without rejected drafts."""
         if num_decided == 0:
             self._pasts[start] = Past(0, self._empty, new.new_empty(0, new.shape[2]))
         past = self._pasts[start]
@@ -146,14 +145,14 @@ class RecurrentLayer(nn.Module):
 
     @staticmethod
     def _keep(past: Past, num_tokens: int, state: State) -> None:
-        """Take the state after `num_tokens` more."""
+        """Set the state after `num_tokens` more tokens."""
         past.state = state
         past.length += num_tokens
         past.inputs = past.inputs[:0]
         past.next_state = None
 
     def _state_of(self, b: int) -> State:
-        """Return the state that the last run left for a sequence of the batch."""
+        """Return the state of a sequence of the batch after the last run."""
         fields = {name: getattr(self._cached, name) for name in _FIELDS}
         return {
             name: {n: v[b : b + 1] if isinstance(v, Tensor) else v for n, v in field.items()}
@@ -161,7 +160,7 @@ class RecurrentLayer(nn.Module):
         }
 
     def _put(self, states: Sequence[State]) -> None:
-        """Give the cache copies of states, as a batch. One before any token is all zeros."""
+        """Copy states to the cache as a batch. An empty state becomes zeros."""
         for name in _FIELDS:
             columns = [state[name] for state in states]
             known = max(columns, key=_is_known)
@@ -169,7 +168,7 @@ class RecurrentLayer(nn.Module):
 
 
 def _copy(state: State) -> State:
-    """Copy the tensors of a state, which are views of a batch's."""
+    """Copy the tensors of a state, which are views of a batch."""
     return {
         name: {n: v.clone() if isinstance(v, Tensor) else v for n, v in field.items()}
         for name, field in state.items()
@@ -177,12 +176,12 @@ def _copy(state: State) -> State:
 
 
 def _is_known(column: dict[int, Any]) -> bool:
-    """Return True for a field of a state after some token."""
+    """Return True for a field of a state that has read a token."""
     return any(value is not None and value is not False for value in column.values())
 
 
 def _batch(columns: Sequence[dict[int, Any]], number: int, known: Any) -> Any:
-    """Join the tensors of several states; a flag is the same for all."""
+    """Join the tensors of several states. Flags are equal."""
     if not isinstance(known, Tensor):
         return known
     tensors = (column[number] for column in columns)

@@ -1,6 +1,6 @@
-"""Cross-model retrieval: which committed positions the draft may see (arXiv 2505.20776, section 3).
+"""Retrieval: the chunks of a text that the draft sees (arXiv 2505.20776, section 3).
 
-A text is cut into chunks of `cache.chunk_size` tokens, the last of which may be shorter.
+Chunks have `cache.chunk_size` tokens; the last one may be shorter.
 
 Shapes: `H` query heads, `K` key heads, `G` = H / K, `D` head size, `S` committed tokens, `C`
 chunks.
@@ -18,16 +18,15 @@ from specextend.decoding.stock import AttentionLayer
 from specextend.stats import DecodingStats
 
 REFRESH_EVERY = 32
-"""Steps between two retrievals if their cost was not measured."""
+"""Steps between two retrievals of unknown cost."""
 
 
 def scored_layers(options: CacheOptions, layers: Sequence[AttentionLayer]) -> tuple[int, ...]:
-    """Return the target's layers that score the chunks, ascending from 0; none unless the policy is
-    `retrieval`.
+    """Return the layers of the target that score chunks, ascending; none without retrieval.
 
     Raises:
-        ValueError: Under any policy, the options name a layer that the target lacks or that does
-        not see the whole text; or no layer does, under `retrieval`.
+        ValueError: A named layer is missing or does not see the whole text, or retrieval has no
+            such layer.
     """
     count = len(layers)
     whole = [n for n, layer in enumerate(layers) if layer.num_kv_heads and layer.window is None]
@@ -52,10 +51,16 @@ def scored_layers(options: CacheOptions, layers: Sequence[AttentionLayer]) -> tu
 
 
 def chunk_mass(query: Tensor, keys: Tensor, chunk_size: int, scale: float) -> Tensor:
-    """Return each chunk's share [C] fp32 of one query's attention, the mean over heads. Shares add
-    up to 1.
+    """Return each chunk's share of attention, the mean over heads.
 
-    query [H, D] of the last accepted node, keys [K, S, D] of all committed tokens; scores in fp32.
+    Args:
+        query: Query [H, D] of the last accepted node.
+        keys: Keys [K, S, D] of all committed tokens.
+        chunk_size: Tokens of a chunk.
+        scale: Factor on the scores.
+
+    Returns:
+        Shares [C] fp32 with a sum of 1.
     """
     num_key_heads, _, head_dim = keys.shape
     grouped = query.float().view(num_key_heads, -1, head_dim)  # [K, G, D]
@@ -66,32 +71,28 @@ def chunk_mass(query: Tensor, keys: Tensor, chunk_size: int, scale: float) -> Te
 def mean_mass(
     queries: Sequence[Tensor], keys: Sequence[Tensor], chunk_size: int, scale: float
 ) -> Tensor:
-    """Return the mean [C] fp32 of `chunk_mass` over layers, one query and one set of keys for
-    each.
-    """
+    """Return the mean [C] fp32 of `chunk_mass` over layers."""
     layers = zip(queries, keys, strict=True)
     return torch.stack([chunk_mass(*layer, chunk_size, scale) for layer in layers]).mean(0)
 
 
 def visible_positions(chunks: Tensor, num_tokens: int, chunk_size: int) -> Tensor:
-    """Return the positions [S] int64 of the tokens in `chunks` [n] of a text of `num_tokens`, both
-    ascending.
-    """
+    """Return the positions [S] int64 of the tokens in `chunks` [n]; both ascending."""
     positions = (chunks[:, None] * chunk_size + torch.arange(chunk_size)).flatten()
     return positions[positions < num_tokens]
 
 
 def forced_chunks(num_tokens: int, options: CacheOptions) -> Tensor:
-    """Mark the first chunk, and the chunks [C] bool that hold some of the last `recent` tokens."""
+    """Return a mask [C] of the first chunk and of chunks with some of the `recent` tokens."""
     starts = torch.arange(0, num_tokens, options.chunk_size)
     return (starts == 0) | (starts + options.chunk_size > num_tokens - options.recent)
 
 
 def select_by_score(mass: Tensor, num_tokens: int, options: CacheOptions) -> Tensor:
-    """Select the forced chunks and the best others by `mass` [C], `top_k_chunks` in all; a tie goes
-    to the earlier.
+    """Select `top_k_chunks`: the forced ones, and the best others by `mass` [C].
 
-    Returns the chunks [n], ascending.
+    Returns:
+        Chunks [n], ascending. The earlier of two equals wins.
     """
     forced = forced_chunks(num_tokens, options)
     ranked = mass.masked_fill(forced, float("inf")).sort(descending=True, stable=True).indices
@@ -99,10 +100,10 @@ def select_by_score(mass: Tensor, num_tokens: int, options: CacheOptions) -> Ten
 
 
 def select_recent(num_tokens: int, options: CacheOptions) -> Tensor:
-    """Select the first chunk and the most recent ones, `top_k_chunks` in all (StreamingLLM, with
-    the same budget).
+    """Select `top_k_chunks`: the first chunk and the most recent ones, as StreamingLLM does.
 
-    Returns the chunks [n], ascending.
+    Returns:
+        Chunks [n], ascending.
     """
     total = -(-num_tokens // options.chunk_size)
     num_first = min(1, options.top_k_chunks - 1)
@@ -112,23 +113,25 @@ def select_recent(num_tokens: int, options: CacheOptions) -> Tensor:
 
 @dataclass
 class CachePolicy:
-    """Decides what one sequence's draft may see, and when to select again. Lives as long as its
-    request.
-    """
+    """The visible part of one sequence's text, and the time of the next selection."""
 
     _options: CacheOptions
     _chosen: set[int] | None = None
-    _num_steps: int = 0  # since the last selection
+    _num_steps: int = 0
+    """Steps since the last selection."""
     _selected_at: int = 0
+    """Tokens at the last selection."""
 
     def count_step(self) -> None:
         """Count a step, speculative or plain."""
         self._num_steps += 1
 
     def is_due(self, num_tokens: int, auto_steps: int = REFRESH_EVERY) -> bool:
-        """Return True if it is time to select again, now that `num_tokens` tokens are committed.
+        """Return True if a selection is due.
 
-        auto_steps: Steps between two retrievals if `cache.refresh_every` is `auto`.
+        Args:
+            num_tokens: Committed tokens.
+            auto_steps: Interval for `cache.refresh_every: auto`.
         """
         if self._options.policy == "full":
             return False
@@ -138,8 +141,15 @@ class CachePolicy:
         return self._num_steps >= (auto_steps if steps == "auto" else steps)
 
     def select(self, num_tokens: int, mass: Tensor, stats: DecodingStats) -> Tensor:
-        """Choose which positions [S] of `num_tokens` committed ones to show; `mass` [C] counts
-        under `retrieval`.
+        """Select the visible positions.
+
+        Args:
+            num_tokens: Committed tokens.
+            mass: Shares [C] of attention, for retrieval.
+            stats: Counts of the request.
+
+        Returns:
+            Positions [S], ascending.
         """
         self._selected_at = num_tokens
         self._num_steps = 0
@@ -155,9 +165,7 @@ class CachePolicy:
         return visible_positions(chunks, num_tokens, self._options.chunk_size)
 
     def _count(self, by_score: Tensor, stats: DecodingStats) -> None:
-        """Add a retrieval to the statistics, with the change of the chunks `by_score` from the one
-        before.
-        """
+        """Count a retrieval, and the change of the chunks chosen by score."""
         chosen = set(by_score.tolist())
         if self._chosen is not None:
             union = self._chosen | chosen

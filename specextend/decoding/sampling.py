@@ -1,10 +1,8 @@
-"""The target's choice of a token: repetition penalties, its processed distribution, and noise.
+"""The target's choice of a token: penalties, distribution, and noise.
 
-Penalties change the logits by the tokens that a sequence already has, as transformers changes them.
-At a node of a tree the sequence is prompt, output and the path from the root to the node. Sampling
-takes `argmax(log p + g)` with Gumbel noise g that depends on (request seed, absolute position,
-token id) alone. So every decoding mode that sees the same logits chooses the same tokens, whatever
-the tree or the batch.
+Penalties change logits by the earlier tokens, as in transformers. At a node of a tree these are the
+prompt, the output and the path. Sampling takes `argmax(log p + g)`. The Gumbel noise g depends only
+on request seed, absolute position and token id, so every decoding mode chooses the same tokens.
 
 Letters: N rows, the nodes of a tree (root included), P positions, V vocabulary, K a prefix of the
 tokens in order of probability.
@@ -27,18 +25,19 @@ _WEYL = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the stride of splitmix64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 _MASK = (1 << 64) - 1
 FARTHEST = 1000.0
-"""Largest lead of a token, in logits: that over tokens which cannot be chosen at all."""
+"""Lead over an impossible token, in logits, and so the largest lead."""
 NOT_FINITE = -2
-"""Stands in the place of a token where the logits that it would be chosen from are not finite."""
-_NOISE_ROWS = 8  # whose noise is made at once
-_NORMED_ROWS = 16  # that are summed at once
-_FIRST_PREFIX = 64  # tokens sorted first for top_p; eight times more until they suffice
+"""Placeholder for a token from logits that are not finite."""
+_NOISE_ROWS = 8
+"""Rows of noise that fit a processor's cache."""
+_NORMED_ROWS = 16
+"""Rows of one sum."""
+_FIRST_PREFIX = 64
+"""Sorted tokens for top_p at first; eight times more until they suffice."""
 
 
 class NonFiniteLogits(ValueError):  # noqa: N818  error rows have the name
-    """Logits of the target that are NaN or infinite: whatever is chosen from them is not the
-    model's.
-    """
+    """The target's logits are NaN or infinite."""
 
     def __init__(self, num_tokens: int):
         super().__init__(
@@ -50,27 +49,28 @@ class NonFiniteLogits(ValueError):  # noqa: N818  error rows have the name
 
 
 def where_finite(values: Tensor, logits: Tensor, other: float) -> Tensor:
-    """Return `values` [...] with `other` in their place where logits [..., V] are not finite. The
-    host is not asked.
-    """
+    """Return `values` [...], or `other` for rows of logits [..., V] that are not finite."""
     sums = logits.sum(-1, dtype=torch.float32)
     return values.masked_fill(sums - sums != 0, other)  # the difference of infinite sums is NaN
 
 
 def noise_keys(seeds: Sequence[int], positions: Tensor) -> Tensor:
-    """Return keys [B, N] of the noise of requests with these seeds at absolute `positions` [B, N]
-    int64. Noise is a function of its key and the token id.
-    """
+    """Return keys [B, N] of the noise, by the seeds of requests and absolute positions [B, N]."""
     mixed = _mix(torch.tensor([_signed(seed & _MASK) for seed in seeds]))
     return _mix(positions * _signed(_WEYL) + upload(mixed, positions.device).unsqueeze(1))
 
 
 def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Return standard Gumbel noise [..., K] fp32 of int64 `token_ids`, [K] or [..., K], by `keys`
-    [...] of `noise_keys`.
+    """Return standard Gumbel noise, the same on every device and in every shape.
 
-    A counter-based generator: an entry is a function of (seed, position, token id). The logarithms
-    are taken in fp64, so the rounded result is the same on every device and in every shape.
+    Logarithms are in fp64 and rounded once.
+
+    Args:
+        keys: Keys [...] of `noise_keys`.
+        token_ids: Tokens [K] or [..., K] int64.
+
+    Returns:
+        Noise [..., K] fp32.
     """
     bits = _mix(keys.unsqueeze(-1) + token_ids * _signed(_WEYL))
     bits.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
@@ -79,12 +79,18 @@ def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def choose_tokens(logits: Tensor, positions: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """Choose the target's tokens [B, N] int64 of B sequences from `logits` [B, N, V]; `positions`
-    [B, N] int64 are those of the tokens chosen.
+    """Choose a token for each node of B sequences.
 
-    Sequences that sample alike, whatever their seeds, are one call. Greedy decoding takes the first
-    of equal logits and never waits for the device. Nodes at one position share noise. Where top_k
-    or top_p leaves tokens out, noise is made for the others alone.
+    Greedy decoding takes the first of equal logits and never waits for the device. Nodes at one
+    position share noise.
+
+    Args:
+        logits: [B, N, V].
+        positions: Positions [B, N] int64 of the chosen tokens.
+        sampling: Options of each sequence. Sequences with the same options are one call.
+
+    Returns:
+        Tokens [B, N] int64.
     """
     alike = defaultdict[tuple[float, ...], list[int]](list)
     for b, each in enumerate(sampling):
@@ -100,11 +106,10 @@ def choose_tokens(logits: Tensor, positions: Tensor, sampling: Sequence[Sampling
 
 
 def log_probs_of(logits: Tensor, token_ids: Sequence[int]) -> list[float]:
-    """Return the log probability of a token by each row of logits [N, V], which are the target's
-    own.
+    """Return the log probability of a token by each row of the target's logits [N, V].
 
-    A row's has the same bits beside any rows: only the sum of a row alone would be divided among
-    threads, so there is always another.
+    The bits do not depend on the other rows. Threads would divide the sum of a single row, so
+    another row is always added.
     """
     chosen = upload(torch.tensor(token_ids), logits.device)
     own = logits.gather(1, chosen.unsqueeze(1))[:, 0].float()
@@ -115,10 +120,10 @@ def log_probs_of(logits: Tensor, token_ids: Sequence[int]) -> list[float]:
 
 
 def _choose_alike(logits: Tensor, positions: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """Choose as `choose_tokens` does, for sequences whose options differ in their seeds alone."""
+    """Choose as `choose_tokens` does, for options that differ only in their seeds."""
     first = sampling[0]
     if first.temperature == 0:
-        # the first of equals, as argmax, at a quarter of its time for bf16 on a CPU
+        # as argmax, in a quarter of the time for bf16 on a CPU
         return logits.max(-1).indices
     keys = noise_keys([each.seed for each in sampling], positions)
     vocab_size = logits.shape[-1]
@@ -128,7 +133,6 @@ def _choose_alike(logits: Tensor, positions: Tensor, sampling: Sequence[Sampling
         return _choose_likely(scaled, keys.flatten(), top_k, first.top_p).view_as(positions)
     distinct, row_of = keys.unique(return_inverse=True)
     token_ids = torch.arange(vocab_size, device=logits.device)
-    # in pieces that a processor's cache holds
     noise = torch.cat([gumbel_noise(each, token_ids) for each in distinct.split(_NOISE_ROWS)])
     pairs = zip(logits, row_of, strict=True)
     chosen = [_scaled(own, first.temperature).add_(noise[rows]).argmax(-1) for own, rows in pairs]
@@ -136,8 +140,9 @@ def _choose_alike(logits: Tensor, positions: Tensor, sampling: Sequence[Sampling
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """Divide `logits` [..., V] by the temperature, in fp32, relative to the largest: a tiny one
-    cannot overflow.
+    """Divide logits [..., V], relative to the largest, by the temperature in fp32.
+
+    So no temperature makes them overflow.
     """
     assert temperature > 0, "greedy decoding has no distribution"
     values = logits.to(torch.float32, copy=True)
@@ -146,10 +151,15 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def lead_of(logits: Tensor, position: Tensor, sampling: SamplingParams, chosen: int) -> float:
-    """Return by how much of its logit the `chosen` token stands above every other of `logits` [V].
+    """Return the lead of the chosen token over every other token, in logits.
 
-    `position` [] int64 is that of the token. Each token has its noise. It is 0 if a token is ahead
-    that top_k or top_p leaves out.
+    The lead is 0 if a token without a chance, by top_k or top_p, is ahead.
+
+    Args:
+        logits: [V].
+        position: Position [] int64 of the token.
+        sampling: Options of the request.
+        chosen: The chosen token.
     """
     scores = logits.double()
     if sampling.temperature > 0:
@@ -162,11 +172,10 @@ def lead_of(logits: Tensor, position: Tensor, sampling: SamplingParams, chosen: 
 
 
 def _choose_likely(scaled: Tensor, keys: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Choose tokens [R] among the likeliest of `scaled` [R, V], ties by id, with the noise of
-    `keys` [R].
+    """Choose tokens [R] among the likeliest of `scaled` [R, V], with the noise of `keys` [R].
 
-    The likeliest are sorted, as many as most rows need; rows that need more are sorted again, with
-    one wait of the host each time.
+    A short prefix is sorted first. Rows in need of more are sorted again, each time with a wait of
+    the host.
     """
     vocab_size = scaled.shape[-1]
     probs = scaled.softmax(-1) if top_k == vocab_size else None
@@ -181,7 +190,7 @@ def _choose_likely(scaled: Tensor, keys: Tensor, top_k: int, top_p: float) -> Te
         num_kept = _nucleus_size(likeliest, top_p)
         last = values.gather(-1, num_kept - 1)
         end = values[..., -1:]
-        # a token beyond may be as likely as the last
+        # a token after the prefix may be as likely as the last
         lacks = ((end >= last) & ~end.isneginf()).squeeze(-1)
         cut = torch.arange(size, device=keys.device) >= num_kept
         noisy = values.masked_fill_(cut, -math.inf).add_(gumbel_noise(keys, token_ids))
@@ -200,17 +209,16 @@ def _choose_likely(scaled: Tensor, keys: Tensor, top_k: int, top_p: float) -> Te
 
 
 def _likeliest(scaled: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the `size` largest of `scaled` [..., V], falling, and their ids, which rise among
-    equals.
-    """
+    """Return the `size` largest of `scaled` [..., V], descending, ties by id, and their ids."""
     token_ids = scaled.topk(size).indices.sort(-1).values
     values, order = scaled.gather(-1, token_ids).sort(dim=-1, descending=True, stable=True)
     return values, token_ids.gather(-1, order)
 
 
 def _nucleus_size(probs: Tensor, top_p: float) -> Tensor:
-    """Count [..., 1] how many of the falling `probs` [..., K] it takes to reach top_p; K if all do
-    not.
+    """Return the length [..., 1] of the shortest prefix of `probs` [..., K] with a sum of top_p.
+
+    `probs` are descending. The length is K if their sum is below top_p.
     """
     if top_p >= 1:
         return torch.full_like(probs[..., :1], probs.shape[-1], dtype=torch.int64)
@@ -219,7 +227,7 @@ def _nucleus_size(probs: Tensor, top_p: float) -> Tensor:
 
 
 def _mix(state: Tensor) -> Tensor:
-    """Apply splitmix64's finaliser to int64 `state`, in place; products wrap around."""
+    """Apply splitmix64's finaliser to int64 `state` in place. Products wrap around."""
     spare = torch.empty_like(state)
     for shift, factor in _ROUNDS:
         torch.bitwise_right_shift(state, shift, out=spare)
@@ -229,22 +237,20 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """Return the int64 of the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     return value - (1 << 64) if value >> 63 else value
 
 
 class NgramIndex:
-    """Knows what followed each run of `size - 1` tokens in a growing text. A token more takes the
-    same time in any.
-    """
+    """The followers of each run of `size - 1` tokens in a growing text."""
 
     def __init__(self, size: int):
-        """Take the length of an n-gram, in tokens."""
+        """Take the tokens of an n-gram."""
         assert size > 0, "an n-gram has at least one token"
         self.size = size
         self.end: tuple[int, ...] = ()
-        """The last `size - 1` tokens, or the whole text if it is shorter."""
-        self._followers: dict[tuple[int, ...], set[int]] = {}  # run -> tokens that followed it
+        """The last `size - 1` tokens, or a shorter text."""
+        self._followers: dict[tuple[int, ...], set[int]] = {}
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens to the text."""
@@ -254,15 +260,19 @@ class NgramIndex:
             self.end = self.behind(self.end, token_id)
 
     def behind(self, end: tuple[int, ...], token_id: int) -> tuple[int, ...]:
-        """Return the last tokens of a text that ended in `end` and has one token more."""
+        """Return the new `end` of a text after one more token."""
         longer = (*end, token_id)
         return longer[1:] if len(longer) == self.size else longer
 
     def repeating(self, token_ids: Sequence[int], parents: Sequence[int]) -> Places:
-        """Return the tokens behind each node of a tree that would repeat an n-gram of the text or
-        of the node's path.
+        """Find the tokens after nodes of a tree that would repeat an n-gram.
 
-        The root is the text's last token.
+        Args:
+            token_ids: Tokens of the tree, with the text's last token as root.
+            parents: Parents of the nodes.
+
+        Returns:
+            Nodes, and the token after each of them.
         """
         ends = [self.end]
         nodes = list[int]()
@@ -279,14 +289,10 @@ class NgramIndex:
 
 
 class Penalties:
-    """The penalties of one request, and the tokens that they count. Lives as long as its
-    request.
-    """
+    """The penalties of one request, and its tokens so far."""
 
     def __init__(self, request: Request, device: torch.device, asks: Asks):
-        """Take a request, the device of the logits, and the penalties of its own and of the
-        model.
-        """
+        """Take a request, the device of the logits, and the penalties."""
         self._penalty = asks.repetition_penalty
         self._ngrams = NgramIndex(asks.no_repeat_ngram_size) if asks.no_repeat_ngram_size else None
         self._suppressed = torch.tensor(asks.suppress_tokens, dtype=torch.int64, device=device)
@@ -294,7 +300,7 @@ class Penalties:
         self.extend(request.prompt_token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Count tokens behind those counted so far."""
+        """Count new tokens."""
         if self._ngrams is not None:
             self._ngrams.extend(token_ids)
         if self._penalty != 1:
@@ -302,11 +308,18 @@ class Penalties:
             self._seen_ids = torch.cat([self._seen_ids, new])
 
     def apply(self, logits: Tensor, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
-        """Return the penalised logits [N, V] fp32 behind each node of a tree, whose root is the
-        last token counted.
+        """Penalise the logits after each node of a tree.
 
-        First each token that occurred is penalised once, then what would repeat an n-gram becomes
-        -inf, and what is never chosen.
+        Each earlier token is penalised once. Then repeated n-grams and suppressed tokens become
+        -inf.
+
+        Args:
+            logits: [N, V].
+            token_ids: Tokens of the tree, with the last counted token as root.
+            parents: Parents of the nodes.
+
+        Returns:
+            Penalised logits [N, V] fp32.
         """
         scores = logits.to(torch.float32, copy=True)
         if self._penalty != 1:
@@ -329,15 +342,13 @@ class Penalties:
 
 
 def penalties_of(request: Request, device: torch.device, asks: Asks) -> Penalties | None:
-    """Return the penalties of a request, or else what its model asks; None if there are none, so
-    that it costs nothing.
-    """
+    """Return the penalties of a request, or of its model; None without penalties."""
     asks = asks.of(request.sampling)
     return Penalties(request, device, asks) if asks.penalises else None
 
 
 def _paths(parents: Sequence[int]) -> list[list[int]]:
-    """List the nodes on the path to each node of a tree, itself included and the root not."""
+    """List the path to each node of a tree, without the root."""
     paths: list[list[int]] = [[]]
     for node in range(1, len(parents)):
         paths.append([*paths[parents[node]], node])

@@ -1,14 +1,13 @@
-"""One running request, its end, and the stopwatch that charges the engine's time to requests.
+"""A running request: its state, the record of its draft, its end, and a stopwatch.
 
-A sequence ends with its EOS, with the token that completes a stop string or a loop, or at its full
-length.
+Begin with `Sequence`.
 """
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,21 +18,36 @@ from specextend.decoding.device import upload
 from specextend.decoding.grammar import Grammar
 from specextend.decoding.retrieval import CachePolicy
 from specextend.decoding.sampling import Penalties, choose_tokens, lead_of
-from specextend.decoding.speculation import Speculation
 from specextend.stats import DecodingStats, Phase
 
-_BROKEN = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet one
-_LONGEST_CHARACTER = 4  # bytes, each of which can be a token
+FIRST_PAUSE = 16
+"""Steps before a paused draft is tried again; doubled after each failed try."""
+LONGEST_PAUSE = 256
+TRIAL_STEPS = 2
+"""Least speculative steps of a try."""
+PROBATION_STEPS = 16
+"""Speculative steps after which a try has succeeded and the next pause is short."""
+LEAST_TRUST = 1.0
+_TRUST = 4.0
+"""Initial weight of a prior, in accepted tokens. It fades as evidence does."""
+_MEMORY = 0.92
+"""Weight of a step's evidence one step later."""
+_AGED = 0.25
+"""Weight of old evidence after a pause."""
+_BROKEN = "\ufffd"
+"""Replacement for bytes of an incomplete character."""
+_LONGEST_CHARACTER = 4
+"""Bytes of a character, and so its largest number of tokens."""
 Nodes = tuple[Items[int], Items[int]]
 """Token ids and parents of the nodes of a tree."""
 
 
 class StopChecker:
-    """Consumes the tokens of one sequence as they are decided, and says when it ends.
+    """Collects the tokens of one sequence and finds its end.
 
-    Only if there are stop strings, text is decoded before the end: with each token the last few,
-    which are enough to hold any of them. The text of the first of these may be another than in the
-    whole, so a find is confirmed there.
+    A sequence ends with its EOS, with the token that completes a stop string or a loop, or at its
+    full length. With stop strings, the text of the last few tokens is decoded at each token. The
+    first of them may read differently there, so the whole text confirms a match.
     """
 
     def __init__(
@@ -58,7 +72,11 @@ class StopChecker:
         self._num_recent = _LONGEST_CHARACTER * (2 + max(map(len, stop), default=0))
 
     def push(self, token_ids: Iterable[int]) -> FinishReason | None:
-        """Append the next tokens up to the sequence's end; return why it ends, if it does."""
+        """Append tokens up to the end of the sequence.
+
+        Returns:
+            Reason of the end; None if the sequence goes on.
+        """
         for token_id in token_ids:
             if self.finish_reason is not None:
                 break
@@ -73,7 +91,7 @@ class StopChecker:
 
     @property
     def text(self) -> str:
-        """Return the text so far, without special tokens, the EOS and the stop string."""
+        """Return the text so far without special tokens, EOS and stop string."""
         ends_with_eos = bool(self.token_ids) and self.token_ids[-1] in self._eos_token_ids
         text = _decode(self._tokenizer, self.token_ids[:-1] if ends_with_eos else self.token_ids)
         if self.finish_reason != "stop" or ends_with_eos:
@@ -81,7 +99,6 @@ class StopChecker:
         return text[: _find(text, self._stop)]
 
     def _completes_stop(self, token_id: int) -> bool:
-        """Return True if the last token completes a stop string."""
         if not self._stop or token_id in self._special:
             return False
         self._recent = [*self._recent[-self._num_recent :], token_id]
@@ -92,15 +109,141 @@ class StopChecker:
 
 
 def _find(text: str, stop: tuple[str, ...]) -> int | None:
-    """Return where the earliest stop string begins; None without one."""
+    """Return the start of the earliest stop string; None without a match."""
     return min((start for string in stop if (start := text.find(string)) >= 0), default=None)
 
 
 def _decode(tokenizer: Any, token_ids: list[int]) -> str:
-    """Decode `token_ids` as they are, without special tokens."""
+    """Decode tokens without special ones and without cleaning spaces."""
     text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
+
+
+class Evidence(NamedTuple):
+    """Decayed sums over steps: each step counts a little less than the next."""
+
+    num_steps: float = 0.0
+    num_rows: float = 0.0
+    """Rows of verifications."""
+    expected: float = 0.0
+    """Path probabilities of the verified nodes, by the draft."""
+    accepted: float = 0.0
+    """Accepted nodes."""
+
+    def calibration(self, trust: float, prior: float) -> float:
+        """Return accepted over expected tokens, with a prior of weight `trust`."""
+        return (self.accepted + trust * prior) / (self.expected + trust)
+
+    def gain(self, trust: float, prior: float) -> float:
+        """Return the expected accepted tokens of a step; 0 before the first step."""
+        return (
+            self.calibration(trust, prior) * self.expected / self.num_steps
+            if self.num_steps
+            else 0.0
+        )
+
+    @property
+    def rows(self) -> float:
+        """Return the mean rows of a step; 1 before the first step."""
+        return self.num_rows / self.num_steps if self.num_steps else 1.0
+
+    def times(self, weight: float) -> "Evidence":
+        """Return all sums times a weight."""
+        return Evidence(*(weight * each for each in self))
+
+    def after(self, memory: float, *step: float) -> "Evidence":
+        """Return the sums after one more step.
+
+        Args:
+            memory: Weight of the old sums.
+            step: Rows, expected and accepted nodes of the step.
+        """
+        return Evidence(*(memory * old + new for old, new in zip(self, (1.0, *step), strict=True)))
+
+
+@dataclass(slots=True)
+class Speculation:
+    """The record of one sequence's draft, and its pauses."""
+
+    active: bool = True
+    """True while the draft proposes, False in a pause."""
+    prior: float = 1.0
+    """Calibration before the first step."""
+    evidence: Evidence = field(default_factory=Evidence)
+    """Steps with the draft."""
+    idle: Evidence = field(default_factory=Evidence)
+    """Steps in pauses."""
+    promised: list[float] = field(default_factory=list)
+    """Path probabilities of the draft tokens of the last whole tree."""
+    worth_s: float = 0.0
+    """Seconds of plain steps for the same tokens, by `StepCosts`."""
+    _trust: float = _TRUST
+    _run: int = 0
+    """Speculative steps since the last pause."""
+    _pause: int = FIRST_PAUSE // 2
+    _wait: int = 0
+    """Steps until the next try."""
+
+    @property
+    def calibration(self) -> float:
+        """Return accepted over promised tokens: of the draft, or of n-grams in a pause."""
+        if self.active:
+            return self.evidence.calibration(self._trust, self.prior)
+        return self.idle.calibration(LEAST_TRUST, 1.0)
+
+    @property
+    def gain(self) -> float:
+        """Return the expected accepted tokens of a step with the draft."""
+        return self.evidence.gain(self._trust, self.prior)
+
+    @property
+    def idle_gain(self) -> float:
+        """Return the expected accepted tokens of a step in a pause, forced ones included."""
+        return self.idle.accepted / self.idle.num_steps if self.idle.num_steps else 0.0
+
+    @property
+    def on_trial(self) -> bool:
+        """Return True if a try has begun and the next step must speculate."""
+        return self.active and self._run < TRIAL_STEPS
+
+    @property
+    def pause_is_over(self) -> bool:
+        """Return True if the draft pauses and a try is due."""
+        return not self.active and self._wait <= 0
+
+    def observe(self, num_rows: int, expected: float, accepted: int) -> None:
+        """Record a speculative step.
+
+        Args:
+            num_rows: Rows of the verification.
+            expected: Sum of the path probabilities of its nodes.
+            accepted: Accepted nodes.
+        """
+        self._trust = max(LEAST_TRUST, _MEMORY * self._trust)
+        self.evidence = self.evidence.after(_MEMORY, num_rows, expected, accepted)
+        self._run += 1
+
+    def observe_idle(self, num_rows: int, expected: float, accepted: int) -> None:
+        """Record a step in a pause, with the arguments of `observe`."""
+        self.idle = self.idle.after(_MEMORY, num_rows, expected, accepted)
+        self.promised = []
+        self._wait -= 1
+
+    def pause(self) -> None:
+        """Begin a pause."""
+        in_vain = self._run < PROBATION_STEPS
+        self._pause = min(2 * self._pause, LONGEST_PAUSE) if in_vain else FIRST_PAUSE
+        self.active = False
+        self._wait = self._pause
+        self.promised = []
+
+    def resume(self) -> None:
+        """End a pause."""
+        self.active = True
+        self._run = 0
+        self.promised = []
+        self.evidence = self.evidence.times(_AGED)
 
 
 @dataclass(slots=True)
@@ -109,52 +252,50 @@ class Sequence:
 
     request: Request
     slot: int
-    """Its place in the batch; the drafter identifies the sequence by it."""
+    """Place in the batch, and name for the drafter."""
     region: Region
-    """Its rows of the target's cache."""
+    """Rows of the target's cache."""
     stopper: StopChecker
     policy: CachePolicy
     started_at: float
     """`perf_counter()` at the start of prefill."""
     drafts: bool
-    """True if a draft reads along, whether it proposes now or not."""
+    """True if a draft reads along, even in a pause."""
     penalties: Penalties | None
-    """What it may not repeat, or less; None if its request has no penalties."""
+    """Limits on repetition; None without penalties."""
     grammar: Grammar | None
-    """What may follow; None if its request has no schema."""
+    """Allowed continuations; None without a schema."""
     length: int = 0
-    """Committed tokens: those that the target has read."""
+    """Committed tokens, which the target has read."""
     root_token_id: int = -1
-    """The last token the target chose; it stands at position `length`."""
+    """Last token of the target's choice, at position `length`."""
     is_doubted: bool = False
     """True if logits of the last step were not finite. NaN at a drafted token reaches its
-    neighbours in the tree, too: a plain step tells whose they are.
+    neighbours in the tree, so a plain step follows.
     """
     is_broken: bool = False
-    """True if it cannot go on, because the target's logits are not finite."""
+    """True if the target's logits are not finite, so that the request fails."""
     speculation: Speculation = field(default_factory=Speculation)
     undrafted: list[tuple[list[int], Tensor]] = field(default_factory=list)
-    """Steps that the draft has not absorbed yet: newly decided tokens, and the features [n, F]
-    before each.
-    """
+    """Steps unread by the draft: decided tokens, and the features [n, F] before each."""
     stats: DecodingStats = field(default_factory=DecodingStats)
     leads: list[float] = field(default_factory=list)
-    """Those of its completion."""
+    """Leads of the completion."""
     log_probs: list[float] = field(default_factory=list)
-    """Those of the tokens decided so far."""
+    """Log probabilities of the decided tokens."""
     scored: list[Scored] = field(default_factory=list)
-    """The values of choices made so far."""
+    """Scored values of choices."""
 
     @property
     def is_greedy(self) -> bool:
-        """Return True if every token is the likeliest one, and the logits serve nothing else."""
+        """Return True if only the likeliest token of each row matters."""
         return self.request.sampling.temperature == 0 and not (
             self.is_adjusted or self.request.keeps_leads or self.request.keeps_log_probs
         )
 
     @property
     def is_adjusted(self) -> bool:
-        """Return True if tokens are chosen from other logits than the target's own."""
+        """Return True if penalties or a grammar change the target's logits."""
         return self.penalties is not None or self.grammar is not None
 
     @property
@@ -164,16 +305,23 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Return the number of tokens that the output has room for."""
+        """Return the number of tokens left for the output."""
         return self.request.max_new_tokens - len(self.stopper.token_ids)
 
     def settle(
         self, logits: Tensor, scores: Tensor, positions: Tensor, chosen: Tensor, nodes: Nodes
     ) -> Tensor:
-        """Return tokens [N] behind each node of a tree that its grammar allows, -1 where it leads
-        nowhere, and note a lead.
+        """Apply the grammar to chosen tokens, and note a lead.
 
-        `chosen` [N] are tokens by `scores`, the penalised logits, without a grammar.
+        Args:
+            logits: The target's [N, V].
+            scores: Penalised logits [N, V].
+            positions: Positions [N] of the chosen tokens.
+            chosen: Tokens [N] by `scores`, without the grammar.
+            nodes: Nodes of the tree.
+
+        Returns:
+            Tokens [N] after each node; -1 after nodes outside the grammar.
         """
         sampling = self.request.sampling
         grammar = self.grammar
@@ -184,9 +332,7 @@ class Sequence:
         likely = chosen.tolist() if is_likely else None
 
         def choose(node: int) -> int:
-            """Choose behind a node where the grammar stands. What is chosen of all tokens is the
-            choice of fewer.
-            """
+            # an allowed choice among all tokens is the choice among the allowed ones
             if likely is not None and grammar.allows(likely[node]):
                 return int(likely[node])
             row = slice(node, node + 1)
@@ -199,18 +345,14 @@ class Sequence:
         return upload(torch.tensor(reached + [-1] * (len(logits) - len(reached))), logits.device)
 
     def _note_lead(self, scores: Tensor, positions: Tensor, chosen: Tensor) -> None:
-        """Note the lead of the first of `chosen` tokens [N] by scores [N, V], if it is asked
-        for.
-        """
+        """Note the lead of the first chosen token, if the request keeps leads."""
         if self.request.keeps_leads:
             self.leads.append(
                 lead_of(scores[0], positions[0], self.request.sampling, int(chosen[0]))
             )
 
     def push(self, token_ids: list[int], now: float) -> None:
-        """Append tokens that the target decided, record the times, and check whether they end the
-        sequence.
-        """
+        """Append decided tokens, record the times, and look for the end."""
         if self.stats.num_output_tokens == 0:
             self.stats.ttft_s = now - self.started_at
         self.root_token_id = token_ids[-1]
@@ -223,7 +365,7 @@ class Sequence:
         self.stats.decode_s = now - self.started_at - self.stats.ttft_s
 
     def catch_up(self) -> tuple[list[int], Tensor]:
-        """Return all that the draft has not absorbed, as one piece, and count it as absorbed."""
+        """Return the tokens unread by the draft and their features [n, F], and forget both."""
         token_ids = [token_id for new, _ in self.undrafted for token_id in new]
         features = torch.cat([features for _, features in self.undrafted])
         self.undrafted.clear()
@@ -238,7 +380,7 @@ class Sequence:
         batch_size: int,
         hybrid: bool,
     ) -> None:
-        """Count a verification: of a tree, or a plain step if `num_draft_tokens` is 0."""
+        """Count a verification; without draft tokens it is a plain step."""
         stats = self.stats
         self.policy.count_step()
         stats.num_forwards += 1 / batch_size
@@ -256,11 +398,12 @@ class Sequence:
     def count_first(
         self, token_ids: list[int], num_accepted: int, drafted: Mapping[int, set[int]] | None
     ) -> None:
-        """Count a step with a tree by whether the draft network proposed the first of its
-        `token_ids`.
+        """Count a speculative step, and whether the draft network proposed its first token.
 
         Args:
-            drafted: As `Drafter.drafted`.
+            token_ids: Decided tokens.
+            num_accepted: Accepted nodes.
+            drafted: See `Drafter.drafted`.
         """
         if drafted is None:
             is_right = num_accepted > 0
@@ -272,7 +415,7 @@ class Sequence:
         self.stats.num_first_accepted += is_right
 
     def completion(self) -> Completion:
-        """Return the finished request's completion."""
+        """Return the completion of the finished request."""
         stopper = self.stopper
         assert stopper.finish_reason is not None
         return Completion(
@@ -290,13 +433,15 @@ class Sequence:
 def choose(
     sequences: Items[Sequence], logits: Tensor, positions: Tensor, trees: Items[Nodes]
 ) -> Tensor:
-    """Choose tokens [B, N] behind each node of the trees of sequences; under a grammar -1 where
-    none leads.
+    """Choose a token after each node of the trees of sequences.
 
     Args:
         logits: The target's [B, N, V].
-        positions: Positions [B, N] of the tokens chosen.
-        trees: Nodes of each sequence's tree; asked for by penalties and grammars only.
+        positions: Positions [B, N] of the chosen tokens.
+        trees: Nodes of each tree, needed only for penalties and grammars.
+
+    Returns:
+        Tokens [B, N]; -1 after nodes outside a grammar.
     """
     scores = logits
     if any(each.penalties for each in sequences):
@@ -313,20 +458,18 @@ def choose(
 
 
 class Stopwatch:
-    """Charges every second of the engine to a phase of the sequences that it worked for, in equal
-    shares.
-    """
+    """Charges each second of the engine to a phase of some sequences, in equal shares."""
 
     def __init__(self) -> None:
         self.mark = perf_counter()
-        """The moment up to which time is charged."""
+        """End of the charged time, by `perf_counter`."""
 
     def restart(self) -> None:
-        """Charge the time since the mark to no sequence."""
+        """Charge the time since the mark to nobody."""
         self.mark = perf_counter()
 
     def charge(self, phase: Phase, sequences: Items[Sequence]) -> float:
-        """Charge the time since the mark to a phase of these sequences; return the current time."""
+        """Charge the time since the mark to a phase of sequences; return the current time."""
         now = perf_counter()
         for sequence in sequences:
             stats = sequence.stats

@@ -1,8 +1,8 @@
-"""A transformers causal LM that runs with its own layers: only attention and its cache are ours.
+"""A causal LM of transformers on the layers of transformers, with our attention and cache.
 
-Transformers hands queries, keys and values, after norms and rotary embedding, to the attention
-function that a config names. `attend` is ours: it asks the forward that runs now, which writes the
-keys and values to our cache and attends as its plan says. Begin with `StockDecoder.run`.
+Transformers calls the attention function named in a config with queries, keys and values after
+norms and rotary embedding. `attend` is our function. It hands them to the current forward, which
+writes them to our cache and attends by its plan. Begin with `StockDecoder.run`.
 
 Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary, `H` query heads, `K`
 key heads, `R` cache rows, `D` head size.
@@ -28,7 +28,7 @@ from specextend.decoding.recurrent import RecurrentLayer
 ATTENTION = "specextend"
 """Name of our attention function in transformers."""
 _IRRELEVANT = {"dropout", "position_ids", "use_cache", "output_attentions"}
-"""Keywords of attention without a meaning here: nothing is trained, and the cache is ours."""
+"""Keywords of attention without a meaning here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class AttentionLayer:
     num_kv_heads: int = 0
     """Heads of keys and values; 0 for a layer without attention."""
     head_dim: int = 0
-    """Size of a key, or of a value if that is wider."""
+    """Size of a key, or of a wider value."""
     window: int | None = None
-    """Tokens that a token sees at most, itself included; None: all before it."""
+    """Most visible tokens, itself included; None: all earlier tokens."""
     scale: float = 1.0
     """Factor on the products of queries and keys."""
     has_softcap: bool = False
-    """Whether scores have a limit, so that plain torch attends."""
+    """Whether scores have a limit, computed in plain torch."""
     recurrent: str = ""
     """Name of the module with a recurrent state, empty if the layer has none."""
     state_bytes: int = 0
@@ -52,18 +52,18 @@ class AttentionLayer:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the heads and their size, as `KVCache` takes them."""
+        """Return key heads and head size for `KVCache`."""
         return self.num_kv_heads, self.head_dim
 
     @property
     def numbers(self) -> int:
-        """Return how many numbers the keys and values of one token are."""
+        """Return the numbers in the keys and values of one token."""
         return 2 * self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of the attention function by a layer."""
+    """A call of the attention function by a layer."""
 
     layer: int
     query: Tensor
@@ -71,7 +71,7 @@ class AttentionCall:
     key: Tensor
     """[B, K, T, D]"""
     value: Tensor
-    """[B, K, T, D], maybe of another size."""
+    """[B, K, T, D], possibly with another D."""
     scale: float
     window: int | None
     softcap: float | None
@@ -80,7 +80,7 @@ class AttentionCall:
 
 
 _running: ContextVar[Callable[[AttentionCall], Tensor]] = ContextVar("forward")
-"""The forward that runs in this thread: it returns the mean of values [B, T, H, D]."""
+"""The current forward of this thread. It returns the mean of values [B, T, H, D]."""
 
 
 def attend(
@@ -98,7 +98,7 @@ def attend(
     """Attend for a layer of transformers.
 
     Raises:
-        ValueError: The layer asks for something that is not served.
+        ValueError: The layer passes an unknown keyword.
     """
     others["attention_mask"] = attention_mask
     unknown = {name for name, each in others.items() if each is not None} - _IRRELEVANT
@@ -111,7 +111,7 @@ def attend(
 
 @dataclass(frozen=True, slots=True)
 class StockForward:
-    """One forward: writes the new rows of each layer, then attends."""
+    """A forward, which writes the new rows of each layer and attends."""
 
     attend: Attend
     plan: AttentionPlan
@@ -119,7 +119,7 @@ class StockForward:
     rows: Tensor
     """Cache rows [B * T] of the new tokens."""
     recent_rows: Tensor
-    """The same in layers with a window."""
+    """Rows [B * T] in layers with a window."""
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """Return the mean of values [B, T, H, D]."""
@@ -142,25 +142,25 @@ class StockForward:
 def _attend_capped(
     softcap: float, q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `attend_reference` does, to the heads of keys in turn: scores take much memory."""
+    """Attend as `attend_reference` does, but head by head, since scores take much memory."""
     heads = zip(q.chunk(len(k), 2), k.split(1), v.split(1), strict=True)
     results = [attend_reference(*head, span, scale, softcap) for head in heads]
     return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 2)
 
 
 class StockDecoder:
-    """The layers of a causal LM, and its own head."""
+    """The layers and the head of a causal LM."""
 
     def __init__(
         self, model: Any, layers: Sequence[AttentionLayer], attend: Attend, cache: KVCache
     ):
-        """Take the model, whose attention and recurrent layers are replaced.
+        """Take the model, and replace its attention and its recurrent layers.
 
         Args:
             model: The causal LM.
-            layers: What its layers keep of a token.
-            attend: The kernel of attention.
-            cache: Room for keys and values.
+            layers: Attention of its layers.
+            attend: Kernel of attention.
+            cache: Cache for keys and values.
         """
         _name_attention(model)
         self._attend = attend
@@ -182,10 +182,10 @@ class StockDecoder:
     def run(
         self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, wanted: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run token_ids [B, T] at positions [B, T], and write their rows.
+        """Run tokens [B, T] at positions [B, T], and write their rows.
 
         Returns:
-            Hidden [B, T, C] after the final norm, and the outputs [B, T, C] of `wanted` layers.
+            Hidden [B, T, C] after the final norm, and outputs [B, T, C] of the `wanted` layers.
         """
         rows = recent_rows = plan.new_rows(token_ids.device)
         if (recent := self._cache.recent) is not None:
@@ -205,18 +205,14 @@ class StockDecoder:
         return hidden, outputs
 
     def take_over(self, start: int, num_tokens: int) -> int:
-        """Begin a sequence at a row of the cache with what is left of the last prompt.
-
-        Returns:
-            How many of the `num_tokens` that its prompt shares with the last one are left.
-        """
+        """Begin a sequence with the start of the last prompt, as `CachedModel.take_over` does."""
         starts = self._cache.rows.starts
         kept = [layer.take_over(start, num_tokens, starts) for layer in self.recurrent]
         num_kept = min(kept, default=num_tokens)
         return num_kept if self._cache.recent is None else self._cache.recent.begin(start, num_kept)
 
     def assume_read(self, starts: Sequence[int], num_tokens: int) -> None:
-        """Count `num_tokens` as read by sequences that begin at rows of the cache."""
+        """Count `num_tokens` as read by sequences at `starts`."""
         if self._cache.recent is not None:
             self._cache.recent.assume(starts, num_tokens)
         zeros = torch.zeros(1, 1, dtype=torch.int64, device=self._cache.layers[0].device)
@@ -226,22 +222,20 @@ class StockDecoder:
                 layer.assume(start, num_tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the model's own logits [..., V] of hidden [..., C], scaled and capped as it
-        does.
-        """
+        """Return the logits [..., V] of hidden [..., C] with the model's scale and cap."""
         logits: Tensor = self._head(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1])).logits
         return logits.view(*hidden.shape[:-1], -1)
 
 
 def attention_layers(model: Any) -> list[AttentionLayer]:
-    """Return the attention of each layer of a causal LM, as one token on `meta` shows it.
+    """Return the attention of each layer of a causal LM, found with a token on `meta`.
 
     Raises:
-        ValueError: A layer asks for something that is not served.
+        ValueError: A layer passes an unknown keyword.
     """
     config = deepcopy(model.config)
     for each in (config, config.get_text_config()):
-        each._experts_implementation = "batched_mm"  # which asks for no values
+        each._experts_implementation = "batched_mm"  # the others read values
     with torch.device("meta"), torch.inference_mode():
         shown = type(model)(config).eval()
         _name_attention(shown)
@@ -267,10 +261,10 @@ def attention_layers(model: Any) -> list[AttentionLayer]:
 
 
 def _modules_with_states(config: Any, decoder: Any) -> dict[int, tuple[str, int]]:
-    """Run a token through a decoder on `meta`.
+    """Run a token through a decoder on `meta` to find recurrent states.
 
     Returns:
-        By layer, the name of the module that updates a recurrent state, and the state's bytes.
+        Name of the module with the state, and the state's bytes, by layer.
     """
     states = _new_states(config)
     if not any(hasattr(layer, "conv_states") for layer in states.layers):
@@ -299,7 +293,7 @@ def _modules_with_states(config: Any, decoder: Any) -> dict[int, tuple[str, int]
 
 
 def _new_states(config: Any) -> Any:
-    """Make a cache of transformers in which layers find recurrent states, and no keys or values."""
+    """Make a cache of transformers for recurrent states, without keys and values."""
     from transformers import DynamicCache
 
     class States(DynamicCache):
@@ -310,14 +304,14 @@ def _new_states(config: Any) -> Any:
 
 
 def _current_plan() -> AttentionPlan:
-    """Return the plan of the forward that runs in this thread."""
+    """Return the plan of the current forward."""
     forward = _running.get()
     assert isinstance(forward, StockForward)
     return forward.plan
 
 
 def _name_attention(model: Any) -> None:
-    """Let the layers of a model call `attend`."""
+    """Make `attend` the attention function of a model."""
     from transformers import AttentionInterface  # by a process that has a model
 
     AttentionInterface.register(ATTENTION, attend)
@@ -340,15 +334,13 @@ def _keep_output(outputs: list[Tensor], _module: Any, _inputs: Any, output: Any)
 
 
 def decoder_of(model: Any) -> Any:
-    """Return the layers of a causal LM with its embedding and last norm."""
+    """Return the decoder of a causal LM: embedding, layers and final norm."""
     found = model.get_decoder()
     return model.model if found is model else found
 
 
 def _without(decoder: Any, model: Any) -> Any:
-    """Return a model that computes logits from `inputs_embeds` as if they were its decoder's
-    output. It shares the weights.
-    """
+    """Return the model with a decoder that returns `inputs_embeds`. It shares the weights."""
     head = copy(model)
     children = model.named_children()
     [place] = [name for name, child in children if any(each is decoder for each in child.modules())]
@@ -357,21 +349,21 @@ def _without(decoder: Any, model: Any) -> Any:
 
 
 class _Given(nn.Module):
-    """A decoder that returns the hidden states it is given."""
+    """A decoder that returns its inputs."""
 
     def __init__(self, decoder: Any):
-        """Take the decoder, of whose settings a head may make use."""
+        """Take the settings of a decoder, because a head may read them."""
         super().__init__()
         settings = {name: each for name, each in vars(decoder).items() if name[0] != "_"}
         vars(self).update(settings)
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
-        """Return them as transformers' decoders do."""
+        """Return the inputs in the form of a decoder's output."""
         return _Output(inputs_embeds)
 
 
 class _Output(NamedTuple):
-    """The output of a decoder; what a family adds to it is None."""
+    """The output of a decoder; additions of a family are None."""
 
     last_hidden_state: Tensor
 

@@ -1,5 +1,7 @@
-"""Draft trees: what proposes them, growing them (OPT-Tree, arXiv 2406.17276), pruning and verifying
-them.
+"""Draft trees: their form, growth (OPT-Tree, arXiv 2406.17276), pruning and verification.
+
+`Drafter` is the interface of drafts. The root of a tree is a node, and not a draft token: a tree of
+`N` nodes has `N - 1` draft tokens.
 
 Shapes: `B` sequences, `N` tree nodes (root included), `F` frontier nodes, `P` pooled candidates,
 `M` expanded nodes, `V` vocabulary, `W` nodes of a path.
@@ -21,13 +23,9 @@ from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.device import upload
 
 _NEVER = -1e4
-"""Least log probability of a path. NaN of a broken draft becomes it, too: as NaN it would be sorted
-before the root.
-"""
-
-
+"""Least log probability of a path, also for NaN, which would sort before the root."""
 _PADDING = (0, -1, 0, -inf)
-"""Of token ids, parents, depths and log probabilities."""
+"""Padding of token ids, parents, depths and log probabilities."""
 
 
 class TreeNode(NamedTuple):
@@ -37,38 +35,36 @@ class TreeNode(NamedTuple):
     token_id: int
     depth: int
     log_prob: float
-    """Of the path from the root."""
+    """Log probability of the path from the root."""
 
 
 @dataclass(frozen=True)
 class DraftTrees:
-    """The proposals for B sequences, padded to N nodes; those of one sequence have no first
-    dimension and no padding.
+    """Trees for B sequences, padded to N nodes. A single tree has no batch dimension.
 
-    Node 0 is the root, whose parent is -1; parents come first. Padding has no parent and is no
-    root.
+    Node 0 is the root, with parent -1. Parents precede their children.
     """
 
     token_ids: Tensor
-    """[B, N] int64; padding 0"""
+    """[B, N] int64; padding 0."""
     parents: Tensor
-    """[B, N] int64; padding -1"""
+    """[B, N] int64; padding -1."""
     depths: Tensor
-    """[B, N] int64, 0 for the root; padding 0"""
+    """[B, N] int64, 0 for the root; padding 0."""
     log_probs: Tensor
-    """[B, N] fp32: of the path from the root, by the draft; padding -inf"""
+    """[B, N] fp32, of the path from the root, by the draft; padding -inf."""
     sizes: list[int]
-    """[B] number of nodes, 1 to N"""
+    """[B] nodes of each tree, 1 to N."""
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor], sizes: list[int]) -> DraftTrees:
-        """Make them from what `tensors` returns."""
+        """Make trees from the tensors of the property `tensors`."""
         token_ids, parents, depths, log_probs = tensors
         return cls(token_ids, parents, depths, log_probs, sizes)
 
     @classmethod
     def pad(cls, batch: Sequence[Sequence[TreeNode]], device: torch.device) -> DraftTrees:
-        """Make them from the nodes of each tree."""
+        """Make trees from lists of nodes."""
         num_nodes = max(map(len, batch))
         padding = TreeNode(-1, 0, 0, -inf)
         rows = [[*nodes, *[padding] * (num_nodes - len(nodes))] for nodes in batch]
@@ -84,7 +80,7 @@ class DraftTrees:
         return cls(token_ids, parents, depths, log_probs, [*map(len, batch)])
 
     def padded(self, num_nodes: int) -> DraftTrees:
-        """Return the trees padded to `num_nodes`, if they have fewer."""
+        """Return the trees padded to at least `num_nodes`, root included."""
         if num_nodes <= self.num_nodes:
             return self
         missing = 0, num_nodes - self.num_nodes
@@ -105,17 +101,17 @@ class DraftTrees:
         ]
 
     def chains(self) -> DraftTrees:
-        """Return the likeliest path of each tree, which is followed from the root on."""
+        """Return the likeliest path of each tree."""
         return DraftTrees.pad([*map(_likeliest_path, self.nodes())], self.token_ids.device)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return token_ids, parents, depths and log_probs."""
+        """Return token ids, parents, depths and log probabilities."""
         return self.token_ids, self.parents, self.depths, self.log_probs
 
     @property
     def num_nodes(self) -> int:
-        """Return N."""
+        """Return N, padding and root included."""
         return self.token_ids.shape[1]
 
     def __len__(self) -> int:
@@ -123,13 +119,13 @@ class DraftTrees:
         return len(self.sizes)
 
     def __iter__(self) -> Iterator[DraftTrees]:
-        """Yield each sequence's tree, [N] without padding."""
+        """Yield each tree as [N] tensors without padding."""
         for b, n in enumerate(self.sizes):
             yield DraftTrees.of((each[b, :n] for each in self.tensors), [n])
 
 
 def _likeliest_path(nodes: Sequence[TreeNode]) -> list[TreeNode]:
-    """Return the root and, as long as there are children, the likeliest child of the last node."""
+    """Return the path of likeliest children from the root."""
     path = [nodes[0]]
     place = 0
     while children := [at for at, node in enumerate(nodes) if node.parent == place]:
@@ -139,15 +135,19 @@ def _likeliest_path(nodes: Sequence[TreeNode]) -> list[TreeNode]:
 
 
 def roots_only(token_ids: Sequence[int], device: torch.device) -> DraftTrees:
-    """Make the trees of a plain step, in which nothing is proposed behind the last tokens [B]."""
+    """Make the trees of a plain step: the last tokens [B] without draft tokens."""
     roots = upload(torch.tensor(token_ids), device).unsqueeze(1)
     zeros = torch.zeros_like(roots)
     return DraftTrees(roots, zeros - 1, zeros, zeros.float(), [1] * len(token_ids))
 
 
 def among_roots(trees: DraftTrees, places: Sequence[int], token_ids: Sequence[int]) -> DraftTrees:
-    """Put the trees at `places` of a larger batch; nothing is proposed behind the other last tokens
-    of `token_ids`.
+    """Put trees into a larger batch, whose other trees are roots.
+
+    Args:
+        trees: Trees of some sequences.
+        places: Their places in the batch.
+        token_ids: Last token of every sequence of the batch.
     """
     roots = roots_only(token_ids, trees.token_ids.device).padded(trees.num_nodes)
     index = upload(torch.tensor(places), trees.token_ids.device)
@@ -160,7 +160,7 @@ def among_roots(trees: DraftTrees, places: Sequence[int], token_ids: Sequence[in
 
 
 def tree_mask(parents: Tensor, max_depth: int) -> Tensor:
-    """Make the mask [B, N, N] bool of parents [B, N]: a node sees itself and its ancestors."""
+    """Return the mask [B, N, N] bool of parents [B, N]: a node sees itself and its ancestors."""
     batch, num_nodes = parents.shape
     mask = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
     parents = parents.clamp(min=0)
@@ -172,41 +172,39 @@ def tree_mask(parents: Tensor, max_depth: int) -> Tensor:
 
 
 Expand = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""(token_ids [B, F], parent_indices [B, F], mask [B, F, M], depth) -> logits [B, F, V] of their
-children.
+"""(token_ids [B, F], parent_indices [B, F], mask [B, F, M], depth) -> logits [B, F, V] of children.
 
-`parent_indices` count the nodes of the previous call; the last F of the M expanded nodes are the
-call's own.
+`parent_indices` refer to the nodes of the previous call. The last F of the M expanded nodes are the
+new ones.
 """
 
 
 class _Level(NamedTuple):
-    """Nodes of one depth, in any number n."""
+    """Nodes of one depth. Tensors are [B, n]."""
 
-    token_ids: Tensor  # [B, n]
-    indices: Tensor  # [B, n] of each one's parent among the nodes expanded before, or all
-    log_probs: Tensor  # [B, n] of paths
+    token_ids: Tensor
+    indices: Tensor
+    """Parents, counted among the nodes expanded before, or among all."""
+    log_probs: Tensor
+    """Log probabilities of paths."""
 
     def at(self, order: Tensor) -> _Level:
-        """Return the nodes at places `order` [B, F]."""
+        """Return the nodes at places [B, F]."""
         return _Level(*(each.gather(1, order) for each in self))
 
 
-# All nodes found so far are a list of levels, the root first, so that a stable sort prefers the
-# shallower of equals.
+# Nodes are kept as a list of levels from the root on, so that a stable sort prefers shallow nodes.
 
 
 def _append(levels: list[_Level], level: _Level, order: Tensor | None) -> None:
-    """Append the children of the deepest level's nodes at places `order` [B, F]; None: of all."""
+    """Append the children of the deepest level's nodes at places `order` [B, F], or of all."""
     parents = level.indices if order is None else order.gather(1, level.indices)
     first = sum(each.token_ids.shape[1] for each in levels[:-1])
     levels.append(level._replace(indices=parents + first))
 
 
 def _live(levels: list[_Level], num_nodes: int) -> Tensor:
-    """Return the places [B, F] in the deepest level of those among the best nodes so far, likeliest
-    first.
-    """
+    """Return the places [B, F] of the deepest level's nodes among the best, likeliest first."""
     log_probs = torch.cat([each.log_probs for each in levels], 1)
     best = log_probs.sort(dim=1, descending=True, stable=True).indices[:, : 1 + num_nodes]
     live = torch.zeros_like(log_probs, dtype=torch.bool).scatter_(1, best, True)
@@ -216,9 +214,7 @@ def _live(levels: list[_Level], num_nodes: int) -> Tensor:
 
 
 def _expected_accepted(levels: list[_Level], num_nodes: int) -> Tensor:
-    """Return the accepted tokens [B] to expect of the best nodes: the sum of their path
-    probabilities.
-    """
+    """Return the expected accepted tokens [B]: the best nodes' path probabilities, summed."""
     log_probs = torch.cat([each.log_probs for each in levels[1:]], 1)
     return log_probs.topk(min(num_nodes, log_probs.shape[1]), dim=1).values.exp().sum(1)
 
@@ -240,8 +236,11 @@ def _children(
 ) -> _Level:
     """Return the likeliest children of F nodes, at most `num_nodes` for each sequence.
 
-    logits [B, F, V] of the children, log_probs [B, F] of the parents' paths; `vocabulary` as in
-    `grow_trees`.
+    Args:
+        logits: Logits [B, F, V] of the children.
+        log_probs: Log probabilities [B, F] of the parents' paths.
+        num_nodes: Children of a sequence at most.
+        vocabulary: See `grow_trees`.
     """
     width = min(num_nodes, logits.shape[-1])
     logits = logits.float()
@@ -264,16 +263,21 @@ def grow_trees(
     num_nodes: int | None = None,
     vocabulary: Tensor | None = None,
 ) -> DraftTrees:
-    """Grow each sequence's tree of the `num_nodes` likeliest nodes in `options.depth` levels of
-    drafting.
+    """Grow trees of the likeliest nodes, one level of drafting after the other.
 
-    root_token_ids [B], root_logits [B, V]. Path probabilities only shrink along a path, so the
-    ancestors of a chosen node are chosen too, and a node outside the best so far is not expanded,
-    because none of its descendants can be among the best at the end. A sequence stops where a level
-    adds less than `least_gain` to the expected number of accepted tokens, and a level is narrowed
-    to the nodes worth expanding, which costs one host sync per level; None: every level runs at
-    full width (fixed shapes). Without `num_nodes` they are `options.most_nodes`. `vocabulary` [V]
-    holds the token ids of a reduced draft's logits.
+    Path probabilities shrink along a path. So the ancestors of a chosen node are chosen too, and
+    only nodes among the best so far are expanded.
+
+    Args:
+        root_token_ids: Roots [B].
+        root_logits: Logits [B, V] of their children.
+        expand: The draft.
+        options: Depth and size of trees.
+        least_gain: Expected accepted tokens that a level must add for a sequence to go on. Levels
+            are narrowed to live nodes, at the price of a host sync each. None: every level has the
+            full width (fixed shapes).
+        num_nodes: Draft tokens, without the root; None: `options.most_nodes`.
+        vocabulary: Token ids [V] of the logits of a reduced draft.
     """
     num_nodes = options.most_nodes if num_nodes is None else num_nodes
     root_log_probs = root_logits.new_zeros(len(root_logits), 1, dtype=torch.float32)
@@ -309,9 +313,7 @@ def grow_trees(
 
 
 def _frontier_mask(seen: Tensor, indices: Tensor) -> Tensor:
-    """Make the mask [B, F, M + F]: a node sees what its parent saw (`seen` [B, F of before, M]),
-    and itself.
-    """
+    """Return the mask [B, F, M + F] of a level, from the mask [B, F, M] of the level before."""
     batch, width = indices.shape
     own = torch.eye(width, dtype=torch.bool, device=seen.device).expand(batch, -1, -1)
     if seen.shape[1] == 0:
@@ -320,11 +322,10 @@ def _frontier_mask(seen: Tensor, indices: Tensor) -> Tensor:
 
 
 def prune(trees: DraftTrees, num_nodes: int) -> DraftTrees:
-    """Keep the `num_nodes` likeliest nodes of each tree, including its root; smaller trees are
-    returned unchanged.
+    """Keep the `num_nodes` likeliest nodes of each tree, root included.
 
-    Path probabilities never grow towards the leaves, parents come first, and of two equal nodes the
-    earlier one is kept. So the ancestors of a kept node are kept too.
+    Path probabilities never grow towards the leaves, and the earlier of equal nodes is kept. So the
+    ancestors of a kept node are kept too.
     """
     if trees.num_nodes <= num_nodes:
         return trees
@@ -349,19 +350,21 @@ def prune(trees: DraftTrees, num_nodes: int) -> DraftTrees:
 def verify(
     token_ids: Tensor, parents: Tensor, chosen: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor]:
-    """Follow the target's choices from each root for as long as the tree contains them, `max_depth`
-    levels at most.
+    """Follow the target's choices from each root through the tree, without asking the host.
 
-    token_ids and parents [B, N] are those of the trees; `chosen` [B, N] is the target's token after
-    each node. The host is not asked. Padding, which has no parent, is never accepted.
+    Args:
+        token_ids: Tokens [B, N] of the trees.
+        parents: Parents [B, N]. Padding has none, so it is never accepted.
+        chosen: The target's token [B, N] after each node.
+        max_depth: Levels of the deepest path.
 
-    Returns the accepted nodes [B, W] int64, the root first (behind them place i holds node i), and
-    the tokens [B, W] int64 that the step decides, the target's after each accepted node: accepted
-    draft tokens, one of its own, and -1 behind them. W is the length of the longest possible path.
+    Returns:
+        Accepted nodes [B, W] int64 from the root on; place i after them holds node i.
+        Decided tokens [B, W] int64: accepted draft tokens, one more of the target, then -1.
     """
     batch, num_nodes = parents.shape
     numbers = torch.arange(num_nodes + 1, device=parents.device)
-    # node n has place n + 1; place 0 is no node, and nothing is chosen after it
+    # node n has place n + 1, so that -1 has place 0, after which nothing is chosen
     places = parents + 1
     choices = pad(chosen, (1, 0), value=-1)
     is_chosen = choices.gather(1, places) == token_ids
@@ -377,22 +380,21 @@ def verify(
 
 @dataclass(frozen=True)
 class Decided:
-    """Holds what the target decided for B sequences, for the draft to read: in a step, or in
-    several.
+    """Decided tokens of B sequences, for the draft to read.
 
     `T` is the width of the padded tensors, `F` the features of a position.
     """
 
     token_ids: Sequence[list[int]]
-    """Each sequence's newly decided tokens, the new root last."""
+    """New tokens of each sequence, the new root last."""
     padded: Tensor
-    """[B, T] int64: the same on the device, with -1 behind them"""
+    """[B, T] int64 on the device; padding -1."""
     features: Tensor
-    """[B, T, F]: the target's, at the position before each token; padding is not read"""
+    """[B, T, F] features of the target at the position before each token."""
 
     @classmethod
     def pad(cls, token_ids: Sequence[list[int]], features: Sequence[Tensor]) -> Decided:
-        """Make it from each sequence's tokens and its features [n, F]."""
+        """Make it from the tokens and the features [n, F] of each sequence."""
         width = max(len(new) for new in token_ids)
         rows = [new + [-1] * (width - len(new)) for new in token_ids]
         padded = upload(torch.tensor(rows), features[0].device)
@@ -400,66 +402,71 @@ class Decided:
 
 
 class Drafter:
-    """Proposes trees; by itself nothing, so that all steps are plain. A `slot` is a sequence's
-    place in the batch.
+    """The interface of drafts. This base class proposes nothing, so all steps are plain.
 
-    For each slot the engine calls `admit`, `prefill` chunk by chunk, `select`, `read`,
-    `read_selected` and `absorb` of the first root; then, in rounds, `propose`, `read`, `select` and
-    `read_selected` if the cache policy says so, and `absorb`; at the end `release`. While a slot
-    pauses it calls `glance` and `read`, and absorbs what was read meanwhile when it goes on.
+    A `slot` is the place of a sequence in the batch. The engine calls, for each slot:
+
+    1. `admit`, then `prefill` for each chunk of the prompt;
+    2. `select`, `read`, `read_selected` and `absorb` for the first root;
+    3. in each step `propose`, `read`, if a retrieval is due `select` and `read_selected`, `absorb`;
+    4. in a pause `glance` and `read`, and one `absorb` for all of it afterwards;
+    5. `release`.
     """
 
     hidden_layers: tuple[int, ...] | None = None
-    """The target's layers, ascending from 0, whose concatenated outputs are a position's features
-    [.., F].
+    """Layers of the target, ascending from 0, with the outputs for the features [.., F].
 
-    Without layers the features are the last hidden state, after the final norm; None: it reads no
-    features (F = 0).
+    Empty: features are the last hidden state after the final norm. None: no features (F = 0).
     """
     num_levels: int = 0
-    """The largest number of tree levels; the acceptance histogram has one entry more."""
+    """Most levels of a tree."""
     drafted: Mapping[int, set[int]] | None = None
-    """By slot, the first tokens that a network proposed for this step; None: its trees have no
-    others.
-    """
+    """First tokens of a network's proposals for this step by slot; None: of all proposals."""
 
     def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Reserve room for a sequence; return False if there is none now."""
+        """Reserve room for a sequence; return False if there is no room now."""
         return True
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at
-        them.
-        """
+        """Read a chunk of the prompt: tokens [T] and the target's features [T, F]."""
 
     def select(self, slot: int, positions: Tensor) -> None:
-        """Let the draft see these committed positions [S], ascending and on the host, and what
-        `absorb` adds later.
+        """Show the draft these committed positions [S], ascending and on the host.
+
+        Tokens of later calls of `absorb` are visible too.
         """
 
     def read_selected(self, slots: Sequence[int]) -> int:
-        """Read the selected tokens that the draft has no rows for; return their number."""
+        """Read selected tokens without rows in the draft's cache; return their number."""
         return 0
 
     def read(self, slot: int, token_ids: list[int]) -> None:
-        """Note newly decided tokens."""
+        """Note decided tokens."""
 
     def glance(
         self, slots: Sequence[int], num_nodes: int, least_probability: float
     ) -> DraftTrees | None:
-        """Propose trees of what `read` has noted alone, which takes next to no time; None if that
-        is nothing.
+        """Propose trees from noted tokens, in next to no time.
 
-        Paths that are less likely than asked are left out.
+        Args:
+            slots: Slots of the sequences.
+            num_nodes: Draft tokens of a tree at most.
+            least_probability: Least probability of a path.
+
+        Returns:
+            Trees; None without proposals.
         """
         return None
 
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
-        """Let a network read what was decided for these slots."""
+        """Let a network read decided tokens."""
 
     def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
-        """Propose a tree of up to `num_nodes` nodes behind each slot's root; None: of as many as
-        configured. Asked only where there are levels.
+        """Propose a tree for each slot. Called only if `num_levels` is above 0.
+
+        Args:
+            slots: Slots of the sequences.
+            num_nodes: Draft tokens of a tree at most; None: as configured.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Verification: one forward of the target over the trees of a batch, and what it accepts of them.
+"""Verification: a forward of the target over the trees of a batch, and the accepted paths.
 
 Shapes: `B` sequences, `N` tree nodes (root included), `C` hidden size, `F` features of a position,
 `V` vocabulary, `W` nodes of a path, `H` query heads, `D` head size.
@@ -23,26 +23,27 @@ from specextend.decoding.tree import Decided, DraftTrees, tree_mask, verify
 
 @dataclass(frozen=True)
 class Verified:
-    """One verification: what it decided, and what later phases need of its forward."""
+    """The result of a verification."""
 
     paths: Tensor
-    """[B, W] int64: the accepted nodes, as `verify` gives them"""
+    """[B, W] int64, accepted nodes, see `tree.verify`."""
     token_ids: Tensor
-    """[B, W] int64: the decided tokens, something below 0 behind them"""
+    """[B, W] int64, decided tokens; negative after them."""
     new_token_ids: list[list[int]]
-    """The same on the host, for each sequence."""
+    """Decided tokens of each sequence, on the host."""
     is_finite: list[bool]
-    """[B] False where no token could be chosen behind these, because logits are not finite."""
+    """[B] False if the choice ended early at logits that are not finite."""
     features: Tensor
-    """[B, W, F], along the accepted paths"""
+    """[B, W, F] along the accepted paths."""
     queries: tuple[Tensor, ...]
-    """[B, N, H, D] of each layer that scores"""
+    """[B, N, H, D] of each scoring layer."""
 
     def decided(self, places: list[int], *, whole: bool) -> Decided:
-        """Return what was decided for the sequences at `places` of the batch, for the draft to
-        read.
+        """Return the decided tokens of some sequences, for the draft.
 
-        `whole`: as wide as the longest possible path, so that its shape is that of every step.
+        Args:
+            places: Places of the sequences in the batch.
+            whole: True for the width of the longest possible path, the same in every step.
         """
         token_ids = [self.new_token_ids[b] for b in places]
         padded = self.token_ids
@@ -66,22 +67,20 @@ class Verified:
 
 @dataclass(frozen=True)
 class Verifier:
-    """Runs the target over trees and commits to its cache what it accepts."""
+    """Runs the target over trees and commits accepted paths to its cache."""
 
     _target: CachedModel
     _hidden_layers: tuple[int, ...] | None
-    """Those whose outputs are kept."""
+    """Layers with the outputs for features."""
     _scored_layers: tuple[int, ...]
-    """Those whose queries are kept."""
+    """Layers with the queries for retrieval."""
     _num_levels: int
-    """Of the deepest tree."""
+    """Levels of the deepest tree."""
     _tree_attention: TreeAttention
     _graphs: Graphs
 
     def verify(self, sequences: Items[Sequence], trees: DraftTrees) -> Verified:
-        """Run the target over all trees in one forward, choose, and commit the accepted paths to
-        the cache.
-        """
+        """Run the target over all trees at once, choose tokens, and commit accepted paths."""
         known = [(each.region.start, each.length) for each in sequences]
         starts, lengths = zip(*known, strict=True)
         forward = partial(self.forward, starts, lengths)
@@ -108,9 +107,7 @@ class Verifier:
     def _note_log_probs(
         kept: Mapping[int, Sequence], logits: Tensor, paths: Tensor, new: Items[list[int]]
     ) -> None:
-        """Note the log probabilities of new tokens of sequences at places of the batch, by the rows
-        of logits [B, N, V] along the accepted paths [B, W].
-        """
+        """Note the log probabilities of new tokens, by logits [B, N, V] along paths [B, W]."""
         nodes = paths.tolist()
         places = [(b, node) for b in kept for node in nodes[b][: len(new[b])]]
         of_batch, of_nodes = upload(torch.tensor(places).T.contiguous(), logits.device)
@@ -122,9 +119,10 @@ class Verifier:
     def _decide(
         self, forward: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run trees as `forward` does, and commit what the likeliest tokens accept of them.
+        """Run a forward and accept by the likeliest tokens.
 
-        Returns what `_accept` returns, and queries [B, N, H, D] of each layer that scores.
+        Returns:
+            Results of `_accept`, and queries [B, N, H, D] of each scoring layer.
         """
         logits, features, *queries = forward(*inputs)
         chosen = where_finite(logits.max(-1).indices, logits, NOT_FINITE)
@@ -139,11 +137,18 @@ class Verifier:
         parents: Tensor,
         depths: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Run trees [B, N] behind `places` [B, 2], first rows and lengths, which the host knows as
-        the first two.
+        """Run the target over trees.
 
-        Returns logits [B, N, V], features [B, N, F], and queries [B, N, H, D] of each layer that
-        scores.
+        Args:
+            first_rows: First cache row of each sequence, on the host.
+            committed: Committed tokens of each sequence, on the host.
+            places: Both [B, 2] on the device.
+            token_ids: Tokens [B, N] of the trees.
+            parents: Parents [B, N].
+            depths: Depths [B, N].
+
+        Returns:
+            Logits [B, N, V], features [B, N, F], and queries [B, N, H, D] of each scoring layer.
         """
         num_nodes = token_ids.shape[1]
         starts, lengths = places.split(1, 1)
@@ -169,10 +174,10 @@ class Verifier:
     def _accept(
         self, chosen: Tensor, features: Tensor, places: Tensor, token_ids: Tensor, parents: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Commit the paths that follow the target's `chosen` tokens [B, N]; features [B, N, F]
-        become [B, W, F].
+        """Commit the paths of the target's `chosen` tokens [B, N].
 
-        Returns them behind paths and decided tokens [B, W], as `verify` gives both.
+        Returns:
+            Paths and decided tokens [B, W], see `tree.verify`, and features [B, W, F] along paths.
         """
         num_nodes = token_ids.shape[1]
         if num_nodes == 1:
@@ -186,9 +191,7 @@ class Verifier:
     def _choose(
         self, sequences: Items[Sequence], trees: DraftTrees, logits: Tensor, positions: Tensor
     ) -> Tensor:
-        """Choose the target's tokens [B, N] from logits [B, N, V]; `positions` [B, N] are the
-        chosen tokens'.
-        """
+        """Choose tokens [B, N] from logits [B, N, V] for positions [B, N]."""
         nodes: Items[Nodes] = [([], [])] * len(sequences)
         if any(sequence.is_adjusted for sequence in sequences):
             rows = torch.stack([trees.token_ids, trees.parents], 1).tolist()

@@ -4,14 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.decoding.speculation import (
-    KNOWN_STEPS,
-    PROBATION_STEPS,
-    Experience,
-    Speculation,
-    best_size,
-    who_speculates,
-)
+from specextend.decoding.sequence import PROBATION_STEPS, Speculation
+from specextend.decoding.speculation import KNOWN_STEPS, Experience, best_size, who_speculates
 
 DRAFT = 0.1
 LOAD = 1.3
