@@ -1,4 +1,4 @@
-"""Admission of requests: queue, room in batch and caches, and smaller sizes after memory ran out."""
+"""Admission of requests: queue, room in batch and caches, smaller sizes after memory ran out."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence

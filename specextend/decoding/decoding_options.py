@@ -1,6 +1,4 @@
-"""The options `decoding.*`, `attention.*`, `tree.*`, `cache.*` and `draft.*`. Frozen, checked when
-they are made.
-"""
+"""The options `decoding.*`, `attention.*`, `tree.*`, `cache.*` and `draft.*`, checked when made."""
 
 from __future__ import annotations
 
@@ -23,43 +21,39 @@ def at_least(name: str, value: float, least: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
-    """`decoding.*`: How output tokens are chosen, and how many sequences run together."""
+    """`decoding.*`: Choice of output tokens, and size of a batch."""
 
     mode: Mode = "specextend"
-    """`specextend` uses attention and cache as configured; `tree` dense tree attention and the
-    full cache; `autoregressive` loads no draft and decodes one token a step."""
+    """`specextend`: attention and cache as configured. `tree`: dense tree attention and the full
+    cache. `autoregressive`: no draft, one token a step."""
     max_new_tokens: int = 256
-    """Maximum number of output tokens of a document."""
+    """Most output tokens of a document."""
     temperature: float = 0.0
     """Sampling temperature; 0 decodes greedily."""
     top_k: int = 0
-    """Sample from the k most likely tokens only; 0 keeps all."""
+    """Sample from the k likeliest tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Sample from the smallest set of most likely tokens whose probabilities sum to this; 1 keeps
-    all."""
+    """Sample from the likeliest tokens up to this sum of probabilities; 1 keeps all."""
     seed: int = 0
-    """Seed of the run; that of a document follows from it and the id."""
+    """Seed of the run. The seed of a document follows from it and the id."""
     stop: tuple[str, ...] = ()
-    """Strings that end an output, also across token borders, and are not part of it."""
+    """Strings that end an output, also across token borders. They are not part of it."""
     stop_repetition: bool = False
-    """End an output that is a loop: a span of up to 64 tokens, at least four times in a row, over
-    at least 64 tokens. The loop stays in the text, and `finish_reason` is `repetition`."""
+    """End an output at a loop: a span of up to 64 tokens, at least four times in a row, over at
+    least 64 tokens. The loop stays in the text, and `finish_reason` is `repetition`."""
     repetition_penalty: float | None = None
-    """Divide the positive logits of tokens that occurred by this and multiply the negative ones,
-    as transformers does; 1 changes nothing. The end of sequence, which chat templates contain,
-    counts too. Unset: what the model's `generation_config.json` asks, as for the next key."""
+    """Divide positive logits of earlier tokens by this and multiply negative ones, as transformers
+    does; 1 changes nothing. The end of sequence counts too, since chat templates contain it. Unset:
+    the value in the model's `generation_config.json`, as for the next key."""
     no_repeat_ngram_size: int | None = None
-    """Choose no token that would complete a run of so many tokens that occurred before, as in
-    transformers; 0 allows all. The prompt counts too, so no long name of the document can be
-    quoted."""
+    """Never repeat a run of this many tokens, as in transformers; 0 allows all. Runs of the prompt
+    count too, so no long name of the document can be quoted."""
     max_batch_size: int | Literal["auto"] = 1
-    """Most sequences that a worker decodes together; fewer run where the cache has no room. `auto`
-    is the number of documents of mean length that the cache holds, at most 8 on a CPU and 32 on a
-    GPU."""
+    """Most sequences in a step of a worker; fewer run if the cache has no room. `auto`: as many
+    documents of mean length as the cache holds, at most 8 on a CPU and 32 on a GPU."""
     cache_gib: float = 2.0
-    """Largest size of the target's KV cache on each worker, in GiB; a draft's caches are
-    additional. With `max_batch_size: auto` it is what a GPU of this machine has left, if that
-    is less."""
+    """Largest size of the target's KV cache on each worker, in GiB. A draft's caches are
+    additional. With `max_batch_size: auto` the rest of this machine's GPU is the limit too."""
 
     def __post_init__(self) -> None:
         at_least("decoding.max_new_tokens", self.max_new_tokens, 1)
@@ -73,63 +67,61 @@ class DecodingOptions:
             raise ValueError(f"decoding.{error}") from None
 
     def sampling(self, seed: int) -> SamplingParams:
-        """Return how the tokens of a request with this seed are chosen."""
+        """Return the sampling parameters of a request with this seed."""
         names = (each.name for each in fields(SamplingParams) if hasattr(self, each.name))
         return SamplingParams(**{name: getattr(self, name) for name in names} | {"seed": seed})
 
     @property
     def batch_size(self) -> int:
-        """Return `max_batch_size` once it is a number: a start and `load_engine` replace `auto`
-        first.
-        """
+        """Return `max_batch_size` as a number, after `auto` was replaced."""
         assert isinstance(self.max_batch_size, int)
         return self.max_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """`attention.*`: The attention kernels, and how draft trees attend."""
+    """`attention.*`: Attention kernels, and attention of draft trees."""
 
     backend: Backend = "auto"
-    """`auto` takes on a CPU `compiled` where it can be made and is right, else `sdpa`; on a GPU
-    the fast kernels of such a card, once proven right at the first start, else `sdpa`.
-    `reference` is plain torch in float32, for tests; `sdpa` torch's own; `compiled` (CPU,
-    extra `cpu`) and `triton` (GPU, heads of 64 or 128, with CUDA graphs) are ours; `flash` (GPU,
-    extra `flash`) is flash-attn 2 or 3. What a kernel cannot do, another does.
+    """`auto`: on a CPU `compiled` if it can be made and is right; on a GPU the fast kernels of
+    the card after a proof at the first start; otherwise `sdpa`. `reference`: plain torch in
+    float32, for tests. `sdpa`: torch's kernels. `compiled` (CPU, extra `cpu`) and `triton` (GPU,
+    heads of 64 or 128, with CUDA graphs): our kernels. `flash` (GPU, extra `flash`): flash-attn 2
+    or 3. Another kernel takes calls that the chosen kernel does not support.
     """
     tree: Literal["auto", "dense", "hybrid"] = "auto"
-    """`hybrid` attends to prefix and tree in two calls and merges both by their log-sum-exp (arXiv
-    2505.20776, section 3), and is never captured; `dense` in one masked call. `auto` is `dense`
-    on a CPU and with the Triton kernel, else `hybrid`. It counts for nothing where a CPU runs
-    all layers in one call."""
+    """`hybrid`: attention to prefix and tree in two calls, merged by their log-sum-exp (arXiv
+    2505.20776, section 3), never captured. `dense`: a single masked call. `auto`: `dense` on a CPU
+    and with the Triton kernel, otherwise `hybrid`. Unused if a CPU runs all layers in one call."""
 
 
 LEAST_SPEEDUP = 0.98
-"""How many times as fast as plain decoding documents must be with a draft to go on drafting."""
+"""Least speed of documents with a draft over plain decoding, to go on drafting."""
 TRIAL_DOCUMENTS = 16
-"""Documents of one worker after which that is decided."""
+"""Documents of a worker before this decision."""
 DECIDED_DOCUMENTS = 200
-"""Documents after which it is tried again."""
+"""Documents before the next trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeOptions:
-    """`tree.*`: The size of draft trees, which are grown as in OPT-Tree (arXiv 2406.17276)."""
+    """`tree.*`: Size of draft trees, grown as in OPT-Tree (arXiv 2406.17276)."""
 
-    ngram_depth: ClassVar[int] = 16  # levels of n-gram drafts, which take no time
+    ngram_depth: ClassVar[int] = 16
+    """Levels of n-gram drafts."""
 
     nodes: int | Literal["auto"] = 16
-    """Draft tokens verified in one step, without the root. `auto` chooses the number that gives
-    the most tokens a second by measured step times, and plain steps where no tree pays; a worker
-    whose drafts lose drafts no more for 200 documents. In mode `tree` it is `max_nodes`."""
+    """Draft tokens of a step, without the root. `auto`: the number with most tokens a second by
+    measured step times, or plain steps if no tree pays. A worker with losing drafts stops drafting
+    for 200 documents. In mode `tree`, `auto` is `max_nodes`."""
     max_nodes: int = 15
-    """Most draft tokens of a step if `nodes` is `auto`; a forward has one row more, the root."""
+    """Most draft tokens of a step with `nodes: auto`. The root is one more row of the forward."""
     depth: int = 6
-    """Levels of a draft's own tree at most; n-gram drafts have up to 16."""
+    """Most levels of a draft's tree; n-gram drafts have up to 16."""
     threshold: float = 0.05
-    """Stop growing a tree when a level adds less than this to the expected number of accepted
-    tokens. If `nodes` is `auto`, an EAGLE head or small LM only begins with it. Not used where
-    steps are replayed: there trees have one of three shapes."""
+    """Least expected accepted tokens of another level. With `nodes: auto` an EAGLE head or small LM
+    begins with this value and adapts it. Unused in captured steps, whose trees have one of three
+    shapes."""
 
     def __post_init__(self) -> None:
         at_least("tree.max_nodes", self.max_nodes, 1)
@@ -139,50 +131,44 @@ class TreeOptions:
 
     @property
     def most_nodes(self) -> int:
-        """Return the largest number of draft tokens of one step, whatever `nodes` is."""
+        """Return the most draft tokens of a step, without the root."""
         return self.max_nodes if isinstance(self.nodes, str) else self.nodes
 
     @property
     def captured(self) -> list[TreeOptions]:
-        """Return the trees that captured drafts choose from, the largest first: each has half the
-        nodes of the one before, and fewer levels.
-        """
+        """Return the trees of captured drafts, the largest first. Each halves the draft tokens."""
         halved = [(self.most_nodes >> k, self.depth - k * self.depth // 4) for k in range(3)]
         return [replace(self, nodes=nodes, depth=depth) for nodes, depth in halved if nodes]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """`cache.*`: The part of the text that a draft may see (arXiv 2505.20776, section 3). N-gram
-    drafts see it all.
+    """`cache.*`: Visible part of the text for a draft (arXiv 2505.20776, section 3). N-gram drafts
+    see all of it.
     """
 
     policy: Policy = "retrieval"
-    """`full` shows the draft every token; `streaming` the first and the most recent chunks;
-    `retrieval` those and the ones that the target attends to most."""
+    """`full`: all tokens. `streaming`: first and most recent chunks. `retrieval`: these, and chunks
+    with most of the target's attention."""
     chunk_size: int = 32
     """Tokens in a chunk. The first chunk of a text stays visible."""
     top_k_chunks: int = 32
-    """Chunks that the draft sees under `streaming` and `retrieval`, the first one and those of
-    `recent` included.
-    """
+    """Visible chunks with `streaming` and `retrieval`, first and recent chunks included."""
     recent: int = 128
-    """Tokens at the end of the text that stay visible under `retrieval`, rounded up to whole
-    chunks.
-    """
+    """Visible tokens at the end of the text with `retrieval`, rounded up to whole chunks."""
     refresh_every: int | Literal["auto"] = "auto"
-    """Steps between two retrievals; the first one follows prefill. `auto` is 32; for a small LM,
-    once its reading was measured, new chunks take 2% of the time."""
+    """Steps between two retrievals; the first retrieval follows prefill. `auto`: 32, or for a small
+    LM so many that reading new chunks takes 2% of the time."""
     score_layers: tuple[int, ...] = ()
-    """Layers of the target whose attention scores the chunks, counted from 0, or from the last one
-    (-1). They must attend to the whole text. Scores of several layers are averaged. Empty: the last
-    such layer."""
+    """Layers of the target that score chunks by their attention, from 0 on, or from the last layer
+    (-1) down. They must attend to the whole text. Scores of several layers are averaged. Empty: the
+    last layer of full attention."""
 
     def __post_init__(self) -> None:
         for name in ("chunk_size", "top_k_chunks", "recent", "refresh_every"):
             if (value := getattr(self, name)) != "auto":
                 at_least(f"cache.{name}", value, 1)
-        # The end of the text may be aligned in any way: two tokens can touch two chunks.
+        # at an unaligned end two tokens can touch two chunks
         forced = -(-(self.recent - 1) // self.chunk_size) + 2
         if self.policy == "retrieval" and self.top_k_chunks < forced:
             raise ValueError(
@@ -193,25 +179,22 @@ class CacheOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """`draft.*`: The draft, which proposes the tree. It runs in the target's dtype and on the
-    target's device.
+    """`draft.*`: The draft, which proposes trees in the target's dtype and on its device.
 
-    The section may be left out with `decoding.mode: autoregressive`.
+    Optional with `decoding.mode: autoregressive`.
     """
 
     kind: DraftKind
-    """`eagle` is a head over the target's hidden states; `model` a small causal LM with the
-    target's tokens, of which either may lack some; `ngram` proposes what followed the same
-    tokens earlier, and needs no model."""
+    """`eagle`: a head over the target's hidden states. `model`: a small causal LM with the target's
+    tokens; either may lack some. `ngram`: repeats of earlier text, without a model."""
     model: str = ""
-    """A name as in `target.model`; empty for `ngram`. `specextend prepare draft` converts heads
-    that are published as pickles."""
+    """A name as in `target.model`; empty for `ngram`. `specextend prepare draft` converts heads in
+    pickles."""
     ngram: bool = False
-    """Merge n-gram drafts into the trees of another draft where they are likelier to be
-    accepted."""
+    """Merge likelier n-gram drafts into the trees of another draft."""
     feature_layers: tuple[int, ...] = ()
-    """For an EAGLE-3 head: the target's layers whose outputs it takes, ascending from 0; empty: by
-    its `config.json`."""
+    """For an EAGLE-3 head: layers of the target with the outputs for its features, ascending from
+    0. Empty: by its `config.json`."""
 
     def __post_init__(self) -> None:
         if self.feature_layers and self.kind != "eagle":
@@ -231,5 +214,5 @@ class DraftOptions:
 
     @property
     def has_ngrams(self) -> bool:
-        """Return True if n-gram drafts are proposed, alone or merged."""
+        """Return True for n-gram drafts, merged ones included."""
         return self.kind == "ngram" or self.ngram
