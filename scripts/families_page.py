@@ -30,10 +30,12 @@ float32 this model must give the logits of transformers' own, in a prompt of two
 decoding, in two trees and in a batch of two. If it does not, it is refused in one line that says
 what differs.
 
-Sliding windows, softcaps, sinks, experts, and keys and values of several sizes are served. Their
-cost: a softcap is computed in plain torch; the layers of such a model are neither captured nor
-fused; layers with a window read the rows in it alone, but keep a whole context's. Values are kept
-as wide as keys. `target.quantize` takes fused layers only.
+Sliding windows, softcaps, sinks, experts, and keys and values of several sizes are served. Layers
+with a window read and keep only the last tokens of a document, so a long document takes little of
+their cache. If rows of the input may set `max_new_tokens` (`input.options_column`), they keep all.
+
+The price: a softcap is computed in plain torch, and layers of such a model are neither captured nor
+fused. Values are kept as wide as keys. `target.quantize` takes fused layers only.
 
 Hybrids, which have layers with a recurrent state beside attention (Qwen3.5, Qwen3-Next, LFM2,
 Granite 4 H, OLMo Hybrid), verify chains: of each tree of drafts its likeliest path. A recurrent

@@ -216,8 +216,9 @@ def test_forwards_of_a_shipped_configuration_take_no_more_than_planned(name, tmp
     config = with_batch_size(config, facts, room * GIB, (min(8_000, longest), longest))
     shapes = AutoConfig.from_pretrained(target)
     text = shapes.get_text_config()
-    kinds = getattr(text, "layer_types", None) or [None]
-    text.update({"num_hidden_layers": 2, "layer_types": [kinds[0], kinds[-1]]})
+    text.update({"num_hidden_layers": 2})
+    if kinds := getattr(text, "layer_types", None):
+        text.update({"layer_types": [kinds[0], kinds[-1]]})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shapes, dtype=DTYPES[config.target.dtype])
     cached = CachedModel(model.requires_grad_(False), attend_cuda, target_rows(config, facts))

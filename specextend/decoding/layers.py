@@ -85,8 +85,8 @@ def context_length(config: Any) -> int:
     YaRN); for `llama3` it is the length after.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # some families have parameters by type of layer
     longest = int(config.max_position_embeddings)
+    # families with parameters by type of layer, as Gemma 3, give the length after scaling
     if rope.get("rope_type") not in ("linear", "yarn"):
         return longest
     before = rope.get("original_max_position_embeddings") or longest

@@ -349,9 +349,10 @@ def _scaled(
     weight = numbers.float()
     grouped = weight
     if columns is None:
-        num_columns, num_groups = numbers.shape[1], scales.shape[1]
-        columns = _places(num_columns, num_groups, {width for _, width in blocks})
-        if num_columns % num_groups == 0:  # a group is a view, whose scale need not be repeated
+        num_groups = scales.shape[1]
+        columns = _places(numbers.shape[1], num_groups, {width for _, width in blocks})
+        # the scale of whole groups need not be repeated
+        if int(columns.count_nonzero()) * num_groups == (num_groups - 1) * len(columns):
             grouped = weight.unflatten(1, (num_groups, -1))
             columns = torch.arange(num_groups).unsqueeze(1)
     if subtracted is not None:

@@ -107,8 +107,8 @@ def texts_about(document):
     last = random_prompt(30)
     yield replace(request("greedy", document, 24), keeps_log_probs=True)
     yield replace(request("same", [*document[:-20], *last], 24), keeps_log_probs=True)
-    yield replace(request("short", last, 24, temperature=0.7), keeps_log_probs=True)
     yield replace(request("choices", [*document[:-3], *last], 24), choices=CHOICES)
+    yield replace(request("short", last, 24, temperature=0.7), keeps_log_probs=True)
     yield replace(request("again", last * 20, 24), keeps_log_probs=True)
 
 
@@ -125,8 +125,8 @@ def test_layers_with_a_window_keep_the_last_rows_of_a_text(family, tmp_path):
         outputs.append({name: (each.token_ids, each.log_probs, each.scored) for name, each in done.items()})
         rows.append({part.shape[3] for part in engine.target.cache.parts})
     assert outputs[0] == outputs[1]
-    assert max(rows[1]) == max(rows[0]), "layers of full attention have as many"
-    assert min(rows[1]) < 4500 < max(rows[0])
+    assert min(rows[1]) < 4500
+    assert max(rows[1]) > max(rows[0]), "the same memory holds more documents"
 
 
 def test_memory_of_windows_is_forecast_and_longer_outputs_are_refused(tmp_path):
