@@ -102,12 +102,9 @@ class RecentRows:
     """
 
     def __init__(self, sizes: RecentSizes, parts: Sequence[Tensor], rows: RowAllocator):
-        """Take the rows.
+        """Take the rows `parts` [L, 2, K, R, D], and the `rows` of the other layers.
 
-        Args:
-            sizes: Their sizes.
-            parts: Keys and values [L, 2, K, R, D] of these layers.
-            rows: Rows of the other layers. The first row of a region identifies its sequence.
+        The first row of a region there identifies its sequence.
         """
         self.sizes = sizes
         self._parts = parts
@@ -384,13 +381,7 @@ class DraftCache(VisibleCache):
     """Full and working cache of a draft."""
 
     def __init__(self, working: KVCache, num_full_rows: int, inv_freq: Tensor):
-        """Allocate the full cache.
-
-        Args:
-            working: The working cache.
-            num_full_rows: Rows of the full cache.
-            inv_freq: See `rotate`.
-        """
+        """Allocate the full cache; for `inv_freq` see `rotate`."""
         super().__init__(working)
         num_layers, _, num_heads, _, head_dim = working.stored.shape
         dtype = working.stored.dtype

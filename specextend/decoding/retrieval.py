@@ -127,12 +127,7 @@ class CachePolicy:
         self._num_steps += 1
 
     def is_due(self, num_tokens: int, auto_steps: int = REFRESH_EVERY) -> bool:
-        """Return True if a selection is due.
-
-        Args:
-            num_tokens: Committed tokens.
-            auto_steps: Interval for `cache.refresh_every: auto`.
-        """
+        """Return True if a selection is due; `auto_steps` is the interval for `auto`."""
         if self._options.policy == "full":
             return False
         if self._options.policy == "streaming":
@@ -141,16 +136,7 @@ class CachePolicy:
         return self._num_steps >= (auto_steps if steps == "auto" else steps)
 
     def select(self, num_tokens: int, mass: Tensor, stats: DecodingStats) -> Tensor:
-        """Select the visible positions.
-
-        Args:
-            num_tokens: Committed tokens.
-            mass: Shares [C] of attention, for retrieval.
-            stats: Counts of the request.
-
-        Returns:
-            Positions [S], ascending.
-        """
+        """Return the visible positions [S], ascending; retrieval goes by shares `mass` [C]."""
         self._selected_at = num_tokens
         self._num_steps = 0
         if self._options.policy == "full":

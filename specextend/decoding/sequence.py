@@ -153,12 +153,7 @@ class Evidence(NamedTuple):
         return Evidence(*(weight * each for each in self))
 
     def after(self, memory: float, *step: float) -> "Evidence":
-        """Return the sums after one more step.
-
-        Args:
-            memory: Weight of the old sums.
-            step: Rows, expected and accepted nodes of the step.
-        """
+        """Return the sums after a step of so many rows, expected and accepted nodes."""
         return Evidence(*(memory * old + new for old, new in zip(self, (1.0, *step), strict=True)))
 
 
@@ -213,13 +208,7 @@ class Speculation:
         return not self.active and self._wait <= 0
 
     def observe(self, num_rows: int, expected: float, accepted: int) -> None:
-        """Record a speculative step.
-
-        Args:
-            num_rows: Rows of the verification.
-            expected: Sum of the path probabilities of its nodes.
-            accepted: Accepted nodes.
-        """
+        """Record a speculative step; `expected` sums the path probabilities of its nodes."""
         self._trust = max(LEAST_TRUST, _MEMORY * self._trust)
         self.evidence = self.evidence.after(_MEMORY, num_rows, expected, accepted)
         self._run += 1
@@ -398,13 +387,7 @@ class Sequence:
     def count_first(
         self, token_ids: list[int], num_accepted: int, drafted: Mapping[int, set[int]] | None
     ) -> None:
-        """Count a speculative step, and whether the draft network proposed its first token.
-
-        Args:
-            token_ids: Decided tokens.
-            num_accepted: Accepted nodes.
-            drafted: See `Drafter.drafted`.
-        """
+        """Count a speculative step, and whether the draft network proposed its first token."""
         if drafted is None:
             is_right = num_accepted > 0
         elif self.slot in drafted:

@@ -139,14 +139,9 @@ class StepCosts:
         return of_all * beyond + of_prefix * sum(lengths)
 
     def draft_s(self, num_sequences: int, width: int = 0) -> float:
-        """Return the seconds of drafting, a share of the draft's reading included.
+        """Return the seconds of drafting by the nearest measured case; 0 without measurements.
 
-        Args:
-            num_sequences: Sequences with a draft.
-            width: Nodes of captured trees; 0 for other trees.
-
-        Returns:
-            Seconds of the nearest measured case; 0 without measurements.
+        A share of the draft's reading is included. `width` is 0 unless trees are captured.
         """
 
         def distance(seen: tuple[int, int]) -> tuple[int, int, int]:
@@ -252,15 +247,7 @@ class Experience:
     def observe(
         self, length: int, num_rows: int, expected: float, accepted: int, cost: float
     ) -> None:
-        """Record a speculative step.
-
-        Args:
-            length: Tokens of the sequence.
-            num_rows: Rows of the verification.
-            expected: Sum of the path probabilities of its nodes.
-            accepted: Accepted nodes.
-            cost: Tokens of plain steps in the time of the draft.
-        """
+        """Record a speculative step; `cost` are tokens of plain steps in the time of the draft."""
         self.num_steps += 1
         step = (num_rows, expected, accepted)
         digits = length.bit_length()
@@ -383,7 +370,7 @@ class Payoff:
         """Choose the kind of the next step.
 
         Args:
-            worth_s: Seconds of plain steps for the last step's tokens; 0 if it is no evidence.
+            worth_s: Seconds of plain steps for the last step's tokens; 0 without evidence.
             likely_s: Seconds of the last step by `StepCosts`.
         """
         self._last = self.is_plain, worth_s, likely_s
@@ -495,12 +482,7 @@ class Adaptive:
         return _WORTH_A_THOUGHT * (seconds[1] / seconds[0] - 1) / max(1, self._sizes[-1] - 1)
 
     def begin(self, num_tokens: int, running: Sequence[Running]) -> Speculation:
-        """Return the record of a new sequence, which begins with a pause if drafts do not pay.
-
-        Args:
-            num_tokens: Tokens of its prompt.
-            running: Other sequences of the batch.
-        """
+        """Return the record of a new sequence, which begins with a pause if drafts do not pay."""
         new = self._experience.begin(num_tokens)
         if self._experience.is_known:
             states = [new, *(sequence.speculation for sequence in running)]
@@ -511,14 +493,9 @@ class Adaptive:
         return new
 
     def prune(self, trees: DraftTrees, drafting: list[Running], lengths: list[int]) -> DraftTrees:
-        """Cut trees to the size with most tokens per second.
+        """Cut trees to the size with most tokens per second, for `lengths` of all sequences.
 
         During a try the size is never 1, since a plain step gives no evidence.
-
-        Args:
-            trees: Trees of `drafting`.
-            drafting: Sequences with a tree.
-            lengths: Tokens of every sequence of the step.
         """
         promises = trees.log_probs[:, 1:].exp()
         self._promises = drafting, download(promises) if self._captured else promises
@@ -571,15 +548,7 @@ class Adaptive:
         accepted: list[int],
         verify_s: float | None,
     ) -> None:
-        """Record a step.
-
-        Args:
-            sequences: Sequences of the step.
-            lengths: Their tokens before it.
-            trees: Their trees.
-            accepted: Their accepted draft tokens.
-            verify_s: Seconds of the verification; None if it was not timed.
-        """
+        """Record a step of sequences with `lengths` before it. `verify_s` is None if untimed."""
         num_rows = trees.num_nodes
         if verify_s is not None:
             self.costs.observe_verify(num_rows, lengths, verify_s)

@@ -126,8 +126,9 @@ class StockForward:
         keys, values = self.cache.layers[call.layer]
         rows = self.rows if call.window is None else self.recent_rows
         for new, place in ((call.key, keys), (call.value, values)):
-            wide = pad(new, (0, place.shape[-1] - new.shape[-1]))
-            place.index_copy_(1, rows, wide.transpose(0, 1).flatten(1, 2))
+            if missing := place.shape[-1] - new.shape[-1]:
+                new = pad(new, (0, missing))
+            place.index_copy_(1, rows, new.transpose(0, 1).flatten(1, 2))
         query = call.query.transpose(1, 2).contiguous()
         if call.layer in self.plan.keep_layers:
             self.plan.queries[call.layer] = query
@@ -154,14 +155,7 @@ class StockDecoder:
     def __init__(
         self, model: Any, layers: Sequence[AttentionLayer], attend: Attend, cache: KVCache
     ):
-        """Take the model, and replace its attention and its recurrent layers.
-
-        Args:
-            model: The causal LM.
-            layers: Attention of its layers.
-            attend: Kernel of attention.
-            cache: Cache for keys and values.
-        """
+        """Take the model, and replace its attention and its recurrent layers."""
         _name_attention(model)
         self._attend = attend
         self._cache = cache

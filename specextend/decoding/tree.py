@@ -142,13 +142,7 @@ def roots_only(token_ids: Sequence[int], device: torch.device) -> DraftTrees:
 
 
 def among_roots(trees: DraftTrees, places: Sequence[int], token_ids: Sequence[int]) -> DraftTrees:
-    """Put trees into a larger batch, whose other trees are roots.
-
-    Args:
-        trees: Trees of some sequences.
-        places: Their places in the batch.
-        token_ids: Last token of every sequence of the batch.
-    """
+    """Put trees at places of a larger batch with last tokens `token_ids`; the rest are roots."""
     roots = roots_only(token_ids, trees.token_ids.device).padded(trees.num_nodes)
     index = upload(torch.tensor(places), trees.token_ids.device)
     pairs = zip(roots.tensors, trees.tensors, strict=True)
@@ -234,14 +228,7 @@ def _best_of(levels: list[_Level], num_nodes: int) -> DraftTrees:
 def _children(
     logits: Tensor, log_probs: Tensor, num_nodes: int, vocabulary: Tensor | None
 ) -> _Level:
-    """Return the likeliest children of F nodes, at most `num_nodes` for each sequence.
-
-    Args:
-        logits: Logits [B, F, V] of the children.
-        log_probs: Log probabilities [B, F] of the parents' paths.
-        num_nodes: Children of a sequence at most.
-        vocabulary: See `grow_trees`.
-    """
+    """Return the likeliest children, by their logits [B, F, V] and the paths' log_probs [B, F]."""
     width = min(num_nodes, logits.shape[-1])
     logits = logits.float()
     top = logits.topk(width, dim=-1)
@@ -450,7 +437,7 @@ class Drafter:
 
         Args:
             slots: Slots of the sequences.
-            num_nodes: Draft tokens of a tree at most.
+            num_nodes: Most draft tokens of a tree.
             least_probability: Least probability of a path.
 
         Returns:
