@@ -14,8 +14,8 @@ from specextend.attention.plan import AttentionPlan, KeySpan, attend_plan
 from specextend.core import Choice
 from specextend.decoding.layers import compiled_kernel
 from specextend.decoding.model import CachedModel, count_work, layers_of
-from specextend.loading import memory_bytes
-from specextend.models import read_facts
+from specextend.models.causal_lm import read_facts
+from specextend.models.loading import memory_bytes
 from specextend.proof.family import differences, small_model
 from tests.tiny_models import engine_with, random_prompt, request, tiny_config, tiny_engine, write_family
 
