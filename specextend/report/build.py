@@ -79,8 +79,6 @@ def build_report(
     """Build the report of a run, which may be in progress, as JSON values.
 
     Args:
-        output: Folder of the run, a path or URI.
-        folder: Location of `output`.
         ending: A start whose record has no end yet.
         checkpoint: Called between tables; may raise.
         figures: Rows of the run, if they are known.

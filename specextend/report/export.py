@@ -69,7 +69,7 @@ _CHOSEN = """
         ? OR doc_id IN (FROM wanted) AS is_wanted
     FROM ids GROUP BY doc_id
 """
-"""The first row, the first answer and the first answer of every task by id, newest run first."""
+"""First row, first answer and first complete answer by id, newest run first."""
 _COUNTS = """
     SELECT count(answer) FILTER (is_wanted) AS done,
         count(*) FILTER (is_wanted AND answer IS NULL) AS failed,
@@ -108,12 +108,6 @@ def follow(
     """Write each new commit of a run into a folder, until the run has no driver.
 
     Each commit becomes a file. Another call continues, and each document has one row.
-
-    Args:
-        output: Folder of the run.
-        folder: Destination.
-        form: Format and columns.
-        is_running: Returns True while the run has a driver.
 
     Raises:
         ValueError: There is no run, the destination has other files, or a column is unknown.
@@ -155,11 +149,7 @@ def follow(
 
 
 def find_runs(paths: Sequence[str]) -> list[Location]:
-    """Find the runs in folders or globs. A glob may match folders without a run.
-
-    Raises:
-        ValueError: There is no run.
-    """
+    """Find the runs in folders or globs. Raises ValueError without a run."""
     found = chain.from_iterable(map(find_folders, paths))
     runs = [
         folder
@@ -183,8 +173,7 @@ class Answers(NamedTuple):
 def newest_answers(outputs: Sequence[Location], only_ids_in: str | None = None) -> Answers:
     """Find the newest answer to each id in `summaries/` of runs and of the runs that redid rows.
 
-    A run is newer than another if it began later, as its own record says. The ids of all rows are
-    in memory.
+    The newest run is the last to begin. The ids of all rows are in memory.
 
     Args:
         outputs: Folders of the runs.
@@ -215,13 +204,6 @@ def export_answers(
 ) -> Exported:
     """Write `newest_answers` of runs to a file or into a new folder. Texts are streamed.
 
-    Args:
-        outputs: Folders of the runs.
-        to: Destination.
-        form: Format and columns.
-        only_ids_in: An input; documents that it lacks are left out.
-        replaces: True to replace a file.
-
     Raises:
         ValueError: As `newest_answers`; or the folder holds files, or no run has a column.
     """
@@ -240,11 +222,7 @@ def export_answers(
 
 
 def narrowed(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:
-    """Return columns by name, in order; all if `columns` is empty.
-
-    Raises:
-        ValueError: A column is unknown.
-    """
+    """Return columns in order, or all. Raises ValueError for an unknown column."""
     if unknown := [name for name in columns if name not in schema.names]:
         raise ValueError(
             f"--columns: there is no {', '.join(unknown)}; there are {', '.join(schema.names)}"
@@ -253,11 +231,7 @@ def narrowed(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:
 
 
 def check_place(outputs: Sequence[Location], to: Location, replaces: bool = False) -> None:
-    """Check a destination.
-
-    Raises:
-        ValueError: It is in the folder of a run, or an existing file without `replaces`.
-    """
+    """Raise ValueError for a destination in the folder of a run, or an existing file."""
     for output in outputs:
         if f"{to.path}/".startswith(f"{output.path}/"):
             raise ValueError(f"{to.path} is in the folder of the run; name a place outside")

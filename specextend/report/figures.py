@@ -307,9 +307,8 @@ def document_figures(figures: RunFigures) -> Values:
     """Compute the sections of the report that need only rows.
 
     Returns:
-        Among others `evidence` with documents, strings and found strings by field, `choices` with
-        documents and a sum of probabilities by field and likeliest value, and `errors` by class and
-        stage, most frequent first.
+        Among others `evidence` by field, `choices` by field and likeliest value, and `errors` by
+        class and stage, most frequent first.
     """
     figures.flag_generic()
     whole, *buckets = figures.select(_SECTIONS)
@@ -368,11 +367,7 @@ def _counts(figures: RunFigures, name: str) -> dict[str, int]:
 
 
 def limit_figures(figures: RunFigures, starts: Sequence[Start]) -> Values | None:
-    """Compute the shares of matrix rate (prefill) and bandwidth (steps) that workers reached.
-
-    Returns:
-        The shares, or None without measured limits.
-    """
+    """Compute the reached shares of matrix rate and bandwidth; None without measured limits."""
     limits = {
         worker.name: (worker.device, worker.limits)
         for start in starts

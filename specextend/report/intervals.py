@@ -27,12 +27,11 @@ def wilson(share: float, rows: float) -> list[float]:
 
 
 def stratified(strata: Iterable[Stratum]) -> tuple[float, list[float]]:
-    """Estimate the share of hits among all rows of the strata that have a drawn row.
+    """Estimate the share of hits in all strata with a drawn row.
 
     Returns:
-        The share, weighted by the rows of each stratum, and its interval. The interval joins
-        Wilson's of each stratum by MOVER (Zou, Huang and Zhang 2009), corrected for small strata:
-        a stratum that was drawn whole adds no width.
+        The share by size of strata, and its interval: Wilson's of each stratum, corrected for
+        small strata, joined by MOVER (Zou, Huang and Zhang 2009).
     """
     known = [each for each in strata if each.drawn]
     total = sum(each.rows for each in known)

@@ -98,7 +98,6 @@ def read_rows(
     A document with failed tasks is in a table of each kind, and ANSWERED in the second.
 
     Args:
-        output: Folder of the run.
         done: Columns of finished documents; RUN_ID is added.
         errors: Columns of failed documents.
         words: Filled in from commits, for the flag `generic`.

@@ -1,7 +1,4 @@
-"""A review by people: a sample of a run's answers to judge, and the verdicts of a judged sample.
-
-Begin at `draw_sample` and `read_review`.
-"""
+"""A review by people. Begin at `draw_sample` and `read_review`."""
 
 import math
 from collections import defaultdict
@@ -32,13 +29,13 @@ from specextend.report.intervals import Stratum, stratified
 VERDICTS = {"good": True, "yes": True, "1": True, "1.0": True} | dict.fromkeys(
     ("bad", "no", "0", "0.0"), False
 )
-"""Spellings of a verdict, without case; a data frame with empty cells writes 1 as 1.0."""
+"""Verdicts in lower case. A data frame with empty cells writes 1 as 1.0."""
 LEAST = 2
-"""Fewest rows that are drawn from a stratum, if it has as many."""
+"""Fewest rows from a stratum, unless it is smaller."""
 _OURS = ("verdict", "stratum", "weight", "run")
 _READ = ("doc_id", "verdict", "stratum", "run")
 _WHOLE = "all"
-"""The stratum of a sample that was drawn without strata."""
+"""Stratum of a sample without strata."""
 _SHOWN = ("quality_flags", "sources", "evidence", "figures")
 _ANSWERS = pa.schema([("doc_id", "string"), ("quality_flags", pa.list_(pa.string()))])
 _STRATA = """
@@ -58,9 +55,7 @@ _STRATA = """
         AS draw
     FROM known
 """
-"""An answer belongs to its rarest flag. The hash of its id draws it, whatever the order of files;
-the prefix makes the draw independent of `input.sample`.
-"""
+"""Answers by their rarest flag. The prefix makes the draw independent of `input.sample`."""
 _DRAWN = """
     SELECT place, stratum, weight FROM strata JOIN given USING (stratum) WHERE draw <= num_rows
     ORDER BY place
@@ -71,7 +66,7 @@ _JUDGED = """
     FROM given LEFT JOIN strata AS own ON own.doc_id = given.doc_id
         LEFT JOIN strata AS quoted ON quoted.doc_id = ltrim(given.doc_id, '''')
 """
-"""`--spreadsheet-safe` has put a quote before some ids."""
+"""`--spreadsheet-safe` puts a quote before some ids."""
 _CELLS = """
     WITH each AS (SELECT flags, stratum, is_good FROM strata LEFT JOIN judged USING (doc_id)),
         parts AS (
@@ -95,18 +90,10 @@ def draw_sample(
     by_flags: bool = False,
     replaces: bool = False,
 ) -> tuple[int, int]:
-    """Write answers for people to judge, drawn at random, with an empty column `verdict`.
-
-    The same answers are drawn whenever the run is the same. Columns after them: `stratum`, the
-    rarest flag of the answer; `weight`, answers of the run for which this one stands; `run`.
+    """Write a sample of answers with an empty column `verdict`. It is the same for the same run.
 
     Args:
-        output: Folder of the run.
-        to: A file.
-        form: Format, and columns in place of texts, fields, flags and places in the document.
-        num_rows: Size of the sample.
         by_flags: True to draw some answers with each flag and some without.
-        replaces: True to replace a file.
 
     Returns:
         Answers drawn, and answers of the run.
@@ -178,12 +165,11 @@ def read_review(output: Location, file: Location) -> Values:
     """Read the verdicts of people on a sample of `draw_sample` (CSV or Parquet).
 
     Returns:
-        Counts, and for `good` (all answers), `unflagged`, `flagged` and each of `flags` the share
-        with its interval of 95%: of good answers, but of bad ones where there is a flag. Rows
-        without a verdict are left out.
+        Counts, and shares of good answers (`good`, `unflagged`) and of bad answers (`flagged` and
+        each of `flags`) with intervals of 95%.
 
     Raises:
-        ValueError: The file is not a sample of this run as it is, or has another verdict.
+        ValueError: The file is not a sample of the present answers, or has an unknown verdict.
     """
     found = newest_answers([output])
     verdicts, by_flags = _read_verdicts(file, _state(output, found))
@@ -215,7 +201,7 @@ def read_review(output: Location, file: Location) -> Values:
 
 
 def _share(strata: list[Stratum]) -> Values:
-    """Estimate a share; the answers are those of strata with a verdict."""
+    """Estimate a share of the answers in strata with a verdict."""
     reviewed = sum(each.drawn for each in strata)
     share, interval = stratified(strata) if reviewed else (None, None)
     answers = sum(each.rows for each in strata if each.drawn)
@@ -232,9 +218,7 @@ def _shown(output: Location, schema: pa.Schema) -> list[str]:
 
 
 def _state(output: Location, found: Answers) -> str:
-    """Return an identifier of a run's answers: fingerprints, also of runs that redid rows, and
-    their number.
-    """
+    """Return an identifier of the present answers, by fingerprints and number."""
     manifests = [read_manifest(run) for run in (output, *redone_runs(output)[0])]
     if None in manifests:
         raise ValueError(f"{output.path} has no manifest, so no review can be told to be of it")
@@ -268,9 +252,7 @@ def _rows_of(found: Answers, schema: pa.Schema, places: list[int]) -> Iterator[p
 
 
 def _read_verdicts(file: Location, run: str) -> tuple[pa.Table, bool]:
-    """Read ids and verdicts of a sample of a run, null for an empty verdict, and whether it was
-    drawn by flags.
-    """
+    """Read ids and verdicts (null if empty), and return True if they were drawn by flags."""
     content = read_bytes(file)
     if content is None:
         raise ValueError(f"--reviewed: there is no {file.path}")
@@ -302,7 +284,7 @@ def _read_verdicts(file: Location, run: str) -> tuple[pa.Table, bool]:
 
 
 def _parsed(content: bytes) -> pa.Table:
-    """Parse the columns that are read; a spreadsheet may have saved them with other delimiters."""
+    """Parse Parquet, or CSV with the delimiters of any spreadsheet."""
     if content[:4] == b"PAR1":
         return pq.read_table(pa.BufferReader(content), columns=[*_READ]).select([*_READ])
     header = content.partition(b"\n")[0]
