@@ -145,7 +145,7 @@ def _prepare_environment() -> None:
 
 
 def _report(output: str, *, is_over: bool) -> ReadOnly | None:
-    from specextend.report import build_report, read_report  # it imports torch
+    from specextend.report import build_report, read_report  # it imports pyarrow
 
     if is_over:
         return read_report(output)

@@ -27,6 +27,7 @@ TILES: Figures = {
     "Failed": "rows.errors",
     "Left to do": "rows.pending",
     "Texts with a flag": "flagged_texts",
+    "Good, by a review": "reviewed.good.share",
     "Documents an hour": "wall_clock.documents_per_hour",
     "Output tokens a second": "wall_clock.output_tokens_per_s",
     "Tokens per speculative step": "acceptance.mean_acceptance_length",
