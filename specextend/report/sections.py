@@ -493,7 +493,7 @@ def _gold(report: ReadOnly) -> Iterator[Section]:
         "Answers that equal input.gold, case aside, with Wilson's interval of 95%; Cohen's kappa "
         "of labels, F1 of the words of texts."
     )
-    yield listed("Against the right answers", GOLD, fields, about=about)
+    yield listed("Against the right answers", GOLD, fields, ("field",), about)
     groups = [{**each, **group} for each in fields for group in each["calibration"]]
     about = "Groups of equal size by exp(confidence), the mean probability of a token."
     yield listed("Accuracy by confidence", CALIBRATION, groups, about=about)
@@ -526,7 +526,7 @@ def _reviewed(report: ReadOnly) -> Iterator[Section]:
         "intervals of 95%. A flag is right where the answer is bad."
     )
     entries = [{"name": name, **of} for name, of in named.items() if of]
-    yield listed("Reviewed by people", REVIEWED, entries, about=about)
+    yield listed("Reviewed by people", REVIEWED, entries, ("answers that are",), about)
 
 
 def render(report: ReadOnly) -> str:
