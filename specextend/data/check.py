@@ -89,7 +89,7 @@ def check_input(
         more = len(problems) - MOST_PROBLEMS
         said = [
             *problems[:MOST_PROBLEMS],
-            *([f"and {counted(more, 'more such file')}"] if more > 0 else []),
+            *([f"and {counted(more, 'more file')}"] if more > 0 else []),
         ]
         raise InputError("; ".join(said))
     checked = [each for each in found if not isinstance(each, str)]
@@ -144,7 +144,7 @@ def _check_file(
             compact = tuple(sorted(compact_columns(parquet, stored) - {options.id_column}))
             if not has_exact_int96(parquet, file, stored):
                 raise InputError(
-                    f"{name} has times (INT96) that are no whole microseconds; cast them when you "
+                    f"{name} has INT96 times with fractions of microseconds; cast them when you "
                     "write the Parquet, to TIMESTAMP in micro- or nanoseconds"
                 )
             largest = largest_group_bytes(parquet, reader.document_columns)
@@ -199,14 +199,14 @@ def check_names(options: InputOptions, output: OutputOptions) -> None:
         & {*passthrough},
         "input.passthrough and output.schema both name {}; rename the field": {*passthrough}
         & {*fields},
-        "output.column names {}, which results have already; rename it": {output.column}
+        "output.column names {}, already a column of the results; rename it": {output.column}
         & (taken | {*ERROR_SCHEMA.names} - {"summary"}),
-        "input.passthrough names {}, as error rows call another one; rename it": {*passthrough}
+        "input.passthrough names {}, already a column of error rows; rename it": {*passthrough}
         & {f"{name}_" for name in ERROR_SCHEMA.names if name in passthrough},
-        "output.schema names {}, which results have already; rename the field": [
+        "output.schema names {}, already a column of the results; rename the field": [
             name for name in fields if name.lower() in in_lower_case
         ],
-        "input.passthrough names {}, which summaries have already; rename it": ours
+        "input.passthrough names {}, already a column of summaries; rename it": ours
         & {*passthrough},
     }
     for what, names in clashes.items():
@@ -287,7 +287,7 @@ def _no_column(file: str, schema: pa.Schema, column: str, option: str) -> InputE
     names = ", ".join(schema.names[:12]) + (", ..." if len(schema.names) > 12 else "")
     near = did_you_mean(column, schema.names)
     if option == "input.filter":
-        near += "; texts take single quotes"
+        near += "; put text in single quotes"
     return InputError(f"{file} has no column {column!r} ({option}); it has {names or 'none'}{near}")
 
 
@@ -328,8 +328,8 @@ def _joint_type(
             kind = joint_type(kind, other)
         except pa.ArrowException:
             raise InputError(
-                f"{option} {column!r} is {kind} in {first} but {other} in {name}; make them one "
-                "type"
+                f"{option} {column!r} is {kind} in {first} but {other} in {name}; use one "
+                "type in all files"
             ) from None
     for name in (name for name in schemas if name not in own):
         try:
@@ -337,8 +337,8 @@ def _joint_type(
         except pa.ArrowException as error:
             raise InputError(
                 f"{option} {column!r} is {kind} in {first}, but {name} has "
-                f"{partition_values(name)[column]!r} in its path ({one_line(error)}); make them "
-                "one type"
+                f"{partition_values(name)[column]!r} in its path ({one_line(error)}); use one "
+                "type in all files"
             ) from error
     return kind
 

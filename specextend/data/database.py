@@ -83,7 +83,8 @@ def temporary_room() -> Iterator[None]:
     ) as error:
         folder = tempfile.gettempdir()
         raise OSError(
-            f"{folder} takes no more temporary rows ({first_line(error)}); set TMPDIR to another"
+            f"{folder} has no room for temporary rows ({first_line(error)}); set TMPDIR to another "
+            "folder"
         ) from error
 
 
@@ -157,7 +158,7 @@ def filter_columns(text: str, option: str = "input.filter") -> tuple[str, ...]:
     if not wrong and not columns:
         wrong = "it names no column"
     if not wrong and len({name.lower() for name in columns}) < len(columns):
-        wrong = "it names columns that differ in case alone"
+        wrong = "its columns differ only in case"
     if wrong:
         raise ValueError(f"{option} {text!r} cannot be used ({wrong}); {_EXAMPLE}")
     return tuple(columns)

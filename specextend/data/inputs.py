@@ -44,15 +44,15 @@ def unreadable(file: str, error: Exception) -> InputError:
     """Return the error for a file that is damaged, unsupported or not Parquet."""
     if any(word in str(error) for word in _NOT_SUPPORTED):
         return InputError(
-            f"{file} uses what pyarrow cannot decode ({one_line(error)}); it is not damaged: write "
-            "it anew where it was made, with the compression zstd and plain or dictionary encoding"
+            f"{file} uses a feature that pyarrow cannot decode ({one_line(error)}); it is not "
+            "damaged: rewrite it at its source with zstd and plain or dictionary encoding"
         )
     if file.lower().endswith((".parquet", ".pq", ".parq")):
         return InputError(
-            f"{file} cannot be read as Parquet ({one_line(error)}); repair it or take it out"
+            f"{file} cannot be read as Parquet ({one_line(error)}); repair or remove it"
         )
     return InputError(
-        f"{file} is not Parquet; make it so: specextend prepare documents INPUT --output FOLDER"
+        f"{file} is not Parquet; convert it: specextend prepare documents INPUT --output FOLDER"
     )
 
 

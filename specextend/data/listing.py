@@ -79,7 +79,7 @@ def list_input(path: str) -> Listing:
         is_away = isinstance(error, OSError) and is_passing(error)
         raise (InputUnreachableError if is_away else InputError)(
             f"input.path {path} cannot be listed ({one_line(error)}); "
-            + ("run again" if is_away else "give a path that can be read")
+            + ("run again" if is_away else "give a readable path")
         ) from error
     if found is None:
         raise InputError(
@@ -96,8 +96,8 @@ def list_input(path: str) -> Listing:
     if not wanted:
         there = f", only {describe_skipped(skipped)}" if skipped else ""
         raise InputError(
-            f"input.path {path} has no file that ends in {', '.join(PARQUET)}{there}; give a "
-            "folder that holds some, or a glob, or make Parquet of documents: specextend prepare "
+            f"input.path {path} has no file ending in {', '.join(PARQUET)}{there}; give a "
+            "folder with Parquet files, or a glob, or convert documents: specextend prepare "
             f"documents {shlex.quote(path)} --output FOLDER"
         )
     for folder, kind in below.items():
@@ -106,9 +106,9 @@ def list_input(path: str) -> Listing:
     for folder, kind in above.items():
         table = path[: path.find("://") + 3] + folder if is_uri(path) else folder
         raise InputError(
-            f"input.path {path} is {kind} table, or in one ({folder}): rows in its files may be "
+            f"input.path {path} belongs to {kind} table ({folder}): rows in its files may be "
             "deleted or replaced; "
-            f"export it and give what that writes: {_EXPORTS[kind].format(table)}"
+            f"export it and use the result: {_EXPORTS[kind].format(table)}"
         )
     kept = each_once(wanted)
     sizes = {file.relative_path: file.size for file in kept}
@@ -251,7 +251,7 @@ def check_apart(listing: Listing, output: str) -> Location:
         written = (*target[len(root) :], SUMMARIES, result_name(0))
         if glob_matches(written, listing.pattern):
             raise InputError(
-                f"output.path {output} would hold files that the input's glob matches; give a "
+                f"output.path {output} would contain files matched by the input's glob; give a "
                 "folder outside"
             )
     for name in listing.relative_paths:

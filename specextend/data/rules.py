@@ -28,9 +28,9 @@ def check_rules(output: OutputOptions, passthrough: Iterable[pa.Field]) -> None:
         for column in columns:
             if column not in table.column_names:
                 raise ValueError(
-                    f"output.rules.{name}: there is no column {column!r}, neither of the answers "
-                    f"nor in input.passthrough{did_you_mean(column, table.column_names)}; texts "
-                    "take single quotes"
+                    f"output.rules.{name}: there is no column {column!r} in the answers or "
+                    f"input.passthrough{did_you_mean(column, table.column_names)}; put text in "
+                    "single quotes"
                 )
         matches(condition, table.select(columns), f"output.rules.{name}")
 

@@ -208,12 +208,12 @@ def _check_ids(source: Source, database: Database) -> Source:
         )
         if not counts["nulls"]:
             what = (
-                f"ids must be unique over all files: {counts['bad']:,} repeated, the first is "
-                f"{first[0]['id']!r} in {' and '.join(places)}; make them different, or leave out "
+                f"ids must be unique across all files: {counts['bad']:,} repeated, the first is "
+                f"{first[0]['id']!r} in {' and '.join(places)}; change them, remove "
                 "input.id_column"
             )
         raise InputError(
-            f"{what}, or set input.on_bad_id to error, which makes error rows of such rows"
+            f"{what}, or set input.on_bad_id to error to turn such rows into error rows"
         )
     names = pa.table(
         {"file": range(len(source.files)), "name": [file.relative_path for file in source.files]}
@@ -430,7 +430,7 @@ def find_earlier(
             except ValueError as error:
                 raise InputError(f"input.except_done_in: {error}") from error
             if recorded is None and is_named:
-                what = f"{location.path} is no output folder; name one, or a glob of them"
+                what = f"{location.path} is not an output folder; give one, or a glob"
                 raise InputError(f"input.except_done_in: {what}")
             if recorded is None or not num_input_rows(recorded):
                 continue

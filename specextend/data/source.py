@@ -152,15 +152,12 @@ class Source:
     def warning(self) -> str:
         """Surprises about the input in one line; empty if there are none."""
         said = (
-            [f"files not read in {self.root.path}: {describe_skipped(self.skipped)}"]
+            [f"ignored files in {self.root.path}: {describe_skipped(self.skipped)}"]
             if self.skipped
             else []
         )
         if self.num_repeated:
-            said.append(
-                f"{counted(self.num_repeated, 'path')} through symbolic links to files that are "
-                "read already"
-            )
+            said.append(f"{counted(self.num_repeated, 'symbolic link')} to files already listed")
         return "; ".join(said)
 
     def place(self, key: DocumentKey) -> str:
@@ -182,9 +179,7 @@ class Source:
         if info.is_file and (info.size, info.mtime_ns) == (file.size, file.modified_ns):
             return
         what = (
-            f"was written to ({file.size} bytes, now {info.size})"
-            if info.is_file
-            else "was removed"
+            f"was modified ({file.size} bytes, now {info.size})" if info.is_file else "was removed"
         )
         raise InputChangedError(
             f"{file.relative_path} {what} after the run began; restore it and run again, "
@@ -262,8 +257,8 @@ class Source:
             except pa.ArrowException as error:
                 raise InputError(
                     f"{self.files[number].relative_path}: {option} {wanted.name!r} has a "
-                    f"value that does not fit into {wanted.type}, the type for all files "
-                    f"({one_line(error)}); make them one type"
+                    f"value that does not fit into {wanted.type}, the common type "
+                    f"({one_line(error)}); use one type in all files"
                 ) from error
         return columns
 

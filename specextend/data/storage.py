@@ -32,7 +32,8 @@ _PARAMETERS = {
 }  # fmt: skip
 """Harmless URI parameters. Any other parameter may be a secret."""
 NO_CREDENTIALS = (
-    "must not hold credentials; give them in the environment (an unknown parameter counts as one)"
+    "must not contain credentials; set them in the environment (unknown parameters count as "
+    "credentials)"
 )
 """End of the message for an address with a secret. The address is never repeated."""
 _QUERY = re.compile(r"\?[\w.-]+=[^&]*(&[\w.-]+=[^&]*)*$")
@@ -249,7 +250,7 @@ def check_writable(folder: Location) -> None:
         bucket = Location(folder.filesystem, folder.path.split("/", 1)[0])
         with suppress(OSError):  # A key may have rights on a prefix only.
             if not exists(bucket):
-                raise ValueError(f"there is no bucket {bucket.path}")
+                raise ValueError(f"bucket {bucket.path} does not exist")
 
 
 def read_bytes(location: Location) -> bytes | None:
@@ -318,9 +319,7 @@ class _Witness:
         self._num_bytes = file.size() if num_bytes is None else num_bytes
         self.trouble = ""
         if file.size() != self._num_bytes:
-            raise OSError(
-                f"it has {file.size():,} bytes, where the listing says {self._num_bytes:,}"
-            )
+            raise OSError(f"it has {file.size():,} bytes, but the listing says {self._num_bytes:,}")
 
     def read(self, size: int) -> bytearray:
         """Read up to `size` bytes. Raises OSError if the store sends fewer than the file has."""
@@ -334,7 +333,7 @@ class _Witness:
                 self._file.seek(begin)
                 if self._file.readinto(data) == wanted and not data.endswith(filler):
                     return data
-            raise OSError(f"less came than the {wanted:,} bytes that were asked for")
+            raise OSError(f"got fewer than the {wanted:,} bytes requested")
         except OSError as error:
             self.trouble = first_line(error)
             raise

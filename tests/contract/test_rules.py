@@ -94,7 +94,7 @@ def test_each_task_has_rules_about_its_own_answer(tmp_path, corpus, kept_kernels
         ("{short: count(summary) > 1}", "output.rules.short .*count.. is not allowed"),
         ("{short: 1 = 1}", "output.rules.short .*names no column"),
         ("{short: length(sumary) < 9}", "output.rules.short: there is no column 'sumary'.*did you mean summary"),
-        ("{known: title = 'x'}", "no column 'title', neither of the answers nor in input.passthrough"),
+        ("{known: title = 'x'}", "no column 'title' in the answers or input.passthrough"),
         ("{early: started_at IS NULL}", "no column 'started_at'"),
         (
             "{odd: doc_year = 2026 AND summary > make_date(year(summary))}",

@@ -57,7 +57,7 @@ def test_whoever_reads_on_notices(source, path, write, output, done, change):
     assert next(scanned).text == b"one"
     CommitWriter(output, "0000000a").commit([done(0, row) for row in range(4)])
     change(path, write)
-    with pytest.raises(InputChangedError, match=r"a.parquet was (written to|removed)"):
+    with pytest.raises(InputChangedError, match=r"a.parquet was (modified|removed)"):
         source.read(DocumentKey(0, 2))
     for read_on in (lambda: list(scanned), lambda: list(source.scan()), lambda: finalize(source, output)):
         with pytest.raises(InputChangedError, match="restore it and run again"):
@@ -78,7 +78,7 @@ def test_a_run_whose_input_changes_ends_in_one_line_and_resumes_with_what_was_th
     write_corpus(path, ["another"] * 16)
     running.send_signal(signal.SIGCONT)
     said = end_of(running, 2)
-    assert "error: a.parquet was written to (" in said
+    assert "error: a.parquet was modified (" in said
     assert "Traceback" not in said
     end_of(start(*arguments), 5)  # the file is another one
     shutil.copy2(as_it_was, path)

@@ -127,7 +127,7 @@ def test_times_of_96_bits_are_never_rounded(tmp_path, nanoseconds, is_nested):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["a", "b"], "at": at}), path, use_deprecated_int96_timestamps=True)
     assert opened(path).num_rows == 2
-    with pytest.raises(InputError, match=r"a\.parquet has times \(INT96\) that are no whole microseconds; cast them"):
+    with pytest.raises(InputError, match=r"a\.parquet has INT96 times with fractions of microseconds; cast them"):
         opened(path, passthrough=("at",))
 
 
@@ -188,7 +188,7 @@ def test_types_and_values_that_would_change_are_refused_before_anything_is_decod
     """A number that is rounded, or a time that wraps around, would be in the results with exit 0."""
     for number, values in enumerate((one, other)):
         write(f"{number}.parquet", {"text": ["x"] * len(values), "c": values})
-    with pytest.raises(InputError, match=r"input.passthrough 'c' .*; make them one type"):
+    with pytest.raises(InputError, match=r"input.passthrough 'c' .*; use one type in all files"):
         list(opened(tmp_path, passthrough=("c",)).scan())
 
 
@@ -216,7 +216,9 @@ def test_what_pyarrow_cannot_decode_in_a_later_row_group_is_found_by_the_check(t
     before, found, behind = path.read_bytes().rpartition(codec + b"\x02")
     path.write_bytes(before + found[:-1] + b"\x06" + behind)
     options = InputOptions(path=str(path), passthrough=("topic",))
-    with pytest.raises(InputError, match=r"a.parquet uses what pyarrow cannot decode \(.*LZO.*\); it is not damaged: "):
+    with pytest.raises(
+        InputError, match=r"a.parquet uses a feature that pyarrow cannot decode \(.*LZO.*\); it is not damaged: "
+    ):
         open_source(options)
 
 

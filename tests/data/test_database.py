@@ -29,5 +29,5 @@ def test_a_folder_that_takes_no_files_is_named(tmp_path, monkeypatch):
     [folder] = tmp_path.iterdir()
     folder.rmdir()
     folder.touch()
-    with pytest.raises(OSError, match=r"takes no more .*TMPDIR"):
+    with pytest.raises(OSError, match=r"has no room .*TMPDIR"):
         database.select(FILL)

@@ -34,7 +34,7 @@ def test_files_that_are_not_read_are_counted_by_what_they_end_in(tmp_path, write
     source = opened(tmp_path / "in")
     assert source.skipped == {".jsonl": 2, ".jsonl.gz": 1, "without an extension": 1, ".parquet.zip": 1}
     said = "2 .jsonl, 1 .jsonl.gz, 1 .parquet.zip, 1 without an extension"
-    assert source.warning == f"files not read in {tmp_path}/in: {said}"
+    assert source.warning == f"ignored files in {tmp_path}/in: {said}"
     assert opened(f"{tmp_path}/in/*.parquet").warning == ""
     (tmp_path / "in" / "a.parquet").unlink()
     with pytest.raises(
@@ -69,7 +69,7 @@ def test_what_symbolic_links_lead_to_is_read_once(tmp_path, write, pattern):
     source = opened(f"{folder}{pattern}")
     names = ["2026-11-22/a.parquet", "2026-11-23/a.parquet", "linked/b.parquet", "x.parquet"]
     assert [file.relative_path for file in source.files] == names
-    assert source.warning.endswith("2 paths through symbolic links to files that are read already")
+    assert source.warning.endswith("2 symbolic links to files already listed")
 
 
 def test_a_link_to_nothing_is_out_of_reach_and_not_left_out(tmp_path, write):
@@ -93,7 +93,7 @@ def test_an_input_that_cannot_be_listed_or_named_is_refused(tmp_path):
     [
         ("in", "in", "inside the input folder"),
         ("in", "in/_out", "inside the input folder"),
-        ("in/**/*.parquet", "in/out", "input's glob matches"),
+        ("in/**/*.parquet", "in/out", "matched by the input's glob"),
         ("in/sub", "in", "is inside output.path"),
         ("in/a.parquet", "in", "is inside output.path"),
         ("in", "in/a.parquet", "is a file; give a folder"),
@@ -156,7 +156,7 @@ def test_a_table_is_refused_by_its_name_with_the_line_that_exports_it(tmp_path, 
     with pytest.raises(InputError) as refused:
         list_input(f"{tmp_path}{path}")
     message = str(refused.value)
-    assert f"input.path {tmp_path}{path} is a{'n' * (kind == 'Iceberg')} {kind} table, or in one (" in message
+    assert f"input.path {tmp_path}{path} belongs to a{'n' * (kind == 'Iceberg')} {kind} table (" in message
     assert EXPORTS[kind].format(f"{tmp_path}/lake/orders") in message
     assert list_input(f"{tmp_path}/lake/plain").relative_paths == ("metadata/b.parquet",)
     assert list_input(f"{tmp_path}/lake/pl*/**").relative_paths == ("plain/metadata/b.parquet",)

@@ -72,7 +72,7 @@ def test_rows_match_as_in_sql(text, rows):
         ("len(array_agg(lang)) > 0", "array_agg() is not allowed"),
         ("LENGHT(lang) > 1", "lenght() is not allowed; did you mean length?"),
         ("pages > $1", "parameter is not allowed"),
-        ("Lang == 'en' or lang == 'de'", "differ in case"),
+        ("Lang == 'en' or lang == 'de'", "differ only in case"),
     ],
 )
 def test_what_reaches_beyond_a_row_is_refused(text, message):

@@ -79,7 +79,7 @@ def test_a_table_on_a_store_is_refused_by_its_name(s3, path):
     assert opened(f"s3://corpus/{path}").num_rows == 1
     s3.refuses = lambda method, query: False
     write_bytes(resolve("s3://corpus/lake/orders/_delta_log/00000000000000000000.json"), b"{}")
-    with pytest.raises(InputError, match=r"is a Delta table, .*delta_scan\('s3://corpus/lake/orders'\)"):
+    with pytest.raises(InputError, match=r"belongs to a Delta table .*delta_scan\('s3://corpus/lake/orders'\)"):
         opened(f"s3://corpus/{path}")
 
 
@@ -142,7 +142,7 @@ def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3):
 def test_a_passing_403_or_an_empty_body_damages_neither_a_commit_nor_the_input(
     s3, output, done, monkeypatch, attribute, num_faults
 ):
-    """Both were "cannot be read as Parquet; repair it or take it out", and a commit was to be deleted."""
+    """Both were "cannot be read as Parquet; repair or remove it", and a commit was to be deleted."""
     source = two_files()
     write_manifest(output, build_manifest(source, {}, {}))
     CommitWriter(output, "0000000a").commit([done(0, 0)])
@@ -180,7 +180,7 @@ def suppress_passing():
 def test_an_output_bucket_that_is_not_there_is_refused_in_one_line(s3):
     """Not after the first commit."""
     upload("in/a.parquet", {"text": ["one"]})
-    with pytest.raises(InputError, match="there is no bucket nobody-made-this; give another folder"):
+    with pytest.raises(InputError, match="bucket nobody-made-this does not exist; give another folder"):
         open_source(InputOptions(path="s3://corpus/in"), OutputOptions(path="s3://nobody-made-this/out"))
 
 
@@ -210,7 +210,7 @@ def test_an_output_bucket_that_is_not_there_is_refused_in_one_line(s3):
 def test_a_uri_with_credentials_is_refused_and_not_repeated(uri):
     """It would be in the manifest, in the report and in every message: credentials come from the environment."""
     for attempt in (resolve, lambda uri: InputOptions(path=uri), lambda uri: OutputOptions(path=uri)):
-        with pytest.raises(ValueError, match="not hold credentials; give them in the environment") as caught:
+        with pytest.raises(ValueError, match="not contain credentials; set them in the environment") as caught:
             attempt(uri)
         assert SECRET_KEY not in str(caught.value)
         assert ACCESS_KEY not in str(caught.value)

@@ -72,7 +72,11 @@ def test_a_selection_that_makes_no_sense_is_refused(corpus):
 @pytest.mark.parametrize(
     "one, other, message",
     [
-        ([10, 9], ["10", "9"], "input.filter 'n' is int64 in a.parquet but string in b.parquet; make them one type"),
+        (
+            [10, 9],
+            ["10", "9"],
+            "input.filter 'n' is int64 in a.parquet but string in b.parquet; use one type in all files",
+        ),
         ([{"a": 1, "x": [{"b": 1, "B": 2}]}] * 2, [{"a": 1}] * 2, "n.x.item has the fields 'b' and 'B'"),
         ([{"land": 1}] * 2, [{"Land": 1}] * 2, "n has the fields 'land' and 'Land', which SQL does not tell apart"),
         ([1 << 60] * 2, [0.5, 1.5], "input.filter 'n' has a value that does not fit into double"),
@@ -236,7 +240,7 @@ def test_an_earlier_output_must_be_one(corpus, tmp_path):
     """A typing error in a path must not let a night do everything again; a glob may match nothing in the first."""
     manifest = manifest_of(open_source(corpus()))
     own = location(tmp_path / "own")
-    with pytest.raises(InputError, match="is no output folder"):
+    with pytest.raises(InputError, match="is not an output folder"):
         find_earlier([str(tmp_path / "typo")], own, manifest)
     assert find_earlier([str(tmp_path / "night-*")], own, manifest) == ([], ())
     write_manifest(location(tmp_path / "night-1"), manifest)

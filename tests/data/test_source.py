@@ -37,9 +37,9 @@ def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path, write
     message = str(caught.value)
     assert message.startswith("a.parquet has no column 'text' (input.text_column); it has body; ")
     assert "; b.parquet: column 'text' (input.text_column) is int64, but must be a string column; " in message
-    assert "; c.csv is not Parquet; make it so: specextend prepare documents INPUT --output FOLDER" in message
+    assert "; c.csv is not Parquet; convert it: specextend prepare documents INPUT --output FOLDER" in message
     assert "; c.parquet cannot be read as Parquet" in message
-    assert message.endswith("; repair it or take it out")
+    assert message.endswith("; repair or remove it")
     assert "d.parquet" not in message
 
 
@@ -147,9 +147,8 @@ def test_repeated_ids_are_run_errors_over_all_files(tmp_path, write):
     write("in/a.parquet", {"text": ["x"] * 3, "id": ["1", "2", "3"]})
     write("in/b.parquet", {"text": ["x"] * 2, "id": [4, 2]})
     assert run_error(tmp_path / "in", id_column="id") == (
-        "ids must be unique over all files: 1 repeated, the first is '2' in a.parquet row 1 and b.parquet row 1; "
-        "make them different, or leave out input.id_column, or set input.on_bad_id to error, which makes error rows of "
-        "such rows"
+        "ids must be unique across all files: 1 repeated, the first is '2' in a.parquet row 1 and b.parquet row 1; "
+        "change them, remove input.id_column, or set input.on_bad_id to error to turn such rows into error rows"
     )
     write("in/b.parquet", {"text": ["x"], "id": NOT_UTF8})
     assert "not UTF-8" in run_error(tmp_path / "in", id_column="id")
