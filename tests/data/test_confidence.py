@@ -2,14 +2,12 @@
 
 import json
 
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specextend.core import Completion, Scored, json_values
-from specextend.data.answers import schema_of
-from specextend.data.confidence import CONFIDENCE, confidence_column, confidence_of
+from specextend.data.confidence import confidence_of
 from specextend.stats import DecodingStats
 
 
@@ -53,16 +51,6 @@ def test_a_label_that_was_chosen_has_the_probability_of_its_value():
     completion = Completion("a", [1], '{"kind": "a", "is": true}', "stop", DecodingStats(), scored=scored)
     found = confidence_of(completion, completion.text, True, str)
     assert [(each["field"], each["log_prob"]) for each in found] == [("kind", -0.25), ("is", 0.0)]
-
-
-def test_the_column_is_a_struct_of_the_fields():
-    schema = schema_of({"kind": "a | b", "said": "string"})
-    rows = [[{"field": "kind", "log_prob": -0.5, "text": None}], None]
-    column = confidence_column(schema, pa.chunked_array([pa.array(rows, CONFIDENCE)]))
-    assert column.to_pylist() == [{"kind": -0.5, "said": None}, None]
-    rows = [[{"field": "whole", "log_prob": -1.0, "text": None}, {"field": "least", "log_prob": -2.0, "text": "No."}]]
-    column = confidence_column(None, pa.chunked_array([pa.array(rows, CONFIDENCE)]))
-    assert column.to_pylist() == [{"whole": -1.0, "least": -2.0, "least_sentence": "No."}]
 
 
 @given(st.lists(st.binary(max_size=3) | st.sampled_from([b" ", b".", b"\xc3", b"\xa4", b"A"]), max_size=12))
