@@ -1,7 +1,7 @@
 """The definition of a correct kernel, for any device: plain torch in fp32, up to a few roundings.
 
-Results are compared in pieces of 64 elements relative to their lengths: results after 16,000 keys
-are small, but so is an error that hides there. A log-sum-exp (LSE), always summed in fp32, may
+Results are compared in pieces of 64 elements, relative to their lengths: after 16,000 keys results
+are small, and so is the effect of a lost key. A log-sum-exp (LSE), always summed in fp32, may
 hardly differ.
 
 Shapes: `B` sequences, `T` queries, `P` compared queries, `H` query heads, `D` head size.

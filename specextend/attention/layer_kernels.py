@@ -1,9 +1,8 @@
 """The functions between a layer's matrix products as Triton kernels: each reads and writes its rows
 once.
 
-Grids and arguments depend only on shapes, and cache rows are read on the device. So a captured CUDA
-graph stays valid while sequences grow. `torch_kernels.TORCH` is the specification. Import this
-module only where triton is installed.
+Captured CUDA graphs stay valid while sequences grow, as in `tree_kernel`. `torch_kernels.TORCH` is
+the specification. Import this module only where triton is installed.
 
 Shapes: `R` rows (new tokens of all sequences), `C` hidden size, `I` intermediate size, `H` query
 heads, `K` key heads, `S` cache rows, `D` head size.
@@ -16,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from specextend.attention.plain import HeadNorms, LayerKernels
+from specextend.attention.plain import LEAST_ROWS, HeadNorms, LayerKernels
 
 HEADS = 8
 """Heads of a token that a program rotates."""
@@ -24,8 +23,6 @@ TINIEST = tl.constexpr(1e-12)
 """Smallest scale of a row, for rows of zeros."""
 LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
 """Value to which the largest element of a row is scaled."""
-LEAST_ROWS = 32
-"""Rows of an int8 product; cuBLAS takes no fewer than 17."""
 GATED = 1024
 """Elements of a row that a program gates or scales."""
 
@@ -58,13 +55,11 @@ def add_norm_rows(
 
 @triton.jit
 def _load_halves(place, mask, half):
-    """Load both halves of some heads."""
     return tl.load(place, mask=mask, other=0.0), tl.load(place + half, mask=mask, other=0.0)
 
 
 @triton.jit
 def _store_halves(place, low, high, mask, half):
-    """Store both halves of some heads."""
     tl.store(place, low, mask=mask)
     tl.store(place + half, high, mask=mask)
 

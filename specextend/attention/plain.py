@@ -14,6 +14,8 @@ from specextend.attention.plan import KeySpan, additive
 
 MAX_QUERIES = 128
 """Most queries of a sequence in one call of a step's kernel."""
+LEAST_ROWS = 32
+"""Rows of an int8 product; cuBLAS takes no fewer than 17."""
 MAX_MASKED = 512
 """Most rows that the mask of a step's kernel covers; a draft sees all earlier levels of its
 tree.

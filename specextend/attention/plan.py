@@ -46,16 +46,14 @@ class KeySpan:
     lengths: list[int]
     """Number of rows [B]; 0 gives LSE -inf."""
     mask: Tensor | None = None
-    """Visibility [B, T, M] of the last M rows, True = visible. If M exceeds a length, the surplus
-    columns are False. A tree node follows the nodes of its path.
+    """Visibility [B, T, M] of the last M rows, False beyond a length. A tree node follows its
+    path.
     """
     causal: bool = False
-    """Whether the last T rows belong to the queries: query t sees all rows up to its row. Excludes
-    `mask`.
-    """
+    """Whether query t sees the rows up to row t of the last T. Excludes `mask`."""
     on_device: tuple[Tensor, Tensor] | None = None
-    """First row [B, 1] and new (last) rows [B, T] of each sequence, int64 on the device; None if
-    only the host knows them.
+    """First row [B, 1] and new rows [B, T], int64 on the device; None if only the host knows
+    them.
     """
     made: dict[Hashable, Tensor] = field(default_factory=dict)
     """Tensors that a kernel derives from the span once per forward, for all layers."""
@@ -123,9 +121,7 @@ class AttentionPlan:
     num_new: int
     """T"""
     mask: Tensor | None = None
-    """Visibility [B, T, M] of the last M >= T rows, True = visible; earlier rows are visible. None:
-    causal.
-    """
+    """Visibility [B, T, M] of the last M >= T rows; earlier rows are visible. None: causal."""
     tree: TreeAttention = "hybrid"
     """Kind of attention with a mask."""
     keep_layers: frozenset[int] = frozenset()
@@ -135,17 +131,13 @@ class AttentionPlan:
     spans: tuple[KeySpan, ...] = ()
     """Disjoint sets of keys; their results are merged."""
     on_device: tuple[Tensor, Tensor] | None = None
-    """First row [B, 1] and new rows [B, T] of each sequence, int64 on the device; None: made from
-    the lists.
-    """
+    """First row [B, 1] and new rows [B, T], int64 on the device; None: made from the lists."""
     ends_only: bool = False
     """Whether the last layer computes only each sequence's last row, and keys and values of all
     rows.
     """
     decided: bool = False
-    """Whether the new rows are final tokens instead of proposals: recurrent layers keep their state
-    after them.
-    """
+    """Whether the new rows are final tokens, after which recurrent layers keep their state."""
     captured: bool = False
     """Whether a step is being captured; reading `starts` or `lengths` then raises."""
     recent_starts: list[int] | None = None
@@ -261,8 +253,8 @@ def attend_plan(
         v: Values of all rows.
         plan: Plan of the forward.
         scale: Factor of scores.
-        window: Most rows that a query sees, including its row; None for all.
-        sinks: Scores [H] of a key without a value that every query sees; None for no such key.
+        window: Most rows that a query sees; None for all.
+        sinks: Scores [H] of a key without a value; None for no such key.
 
     Returns:
         Weighted mean of values [B, T, H, D].

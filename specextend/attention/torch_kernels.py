@@ -1,9 +1,8 @@
 """Kernels of torch and flash-attn: attention on CPUs and GPUs, and the functions of a layer.
 
 On a CPU, torch's flash kernel attends where ours cannot be compiled (`backends.py`). flash-attn
-(version 2 or 3) is imported only if chosen. It attends to prefixes and causal chunks on a GPU, a
-sequence at a time, and takes neither tree masks nor fp32. Keys are never copied: a sequence is a
-slice of the cache.
+(version 2 or 3) is imported only if chosen; it takes neither tree masks nor fp32. Keys are never
+copied: a sequence is a slice of the cache.
 
 Shapes: `B` sequences, `T` queries, `S` keys, `R` rows of a cache or of a layer, `C` hidden size,
 `I` intermediate size, `H` query heads, `K` key heads, `G` = H / K heads of a group, `D` head size.

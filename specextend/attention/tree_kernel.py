@@ -1,13 +1,12 @@
 """Hybrid tree attention as one Triton kernel: prefix and tree of all sequences in a single call.
 
-The queries of all heads with the same key head are *rows* of one matrix product, so each key is
-read once: row r is query r // G in head r % G of its group. The keys of a sequence are divided into
-a fixed number of splits, merged by a second kernel. Only blocks of keys that reach past the prefix
-look at masks.
+Queries of all heads with the same key head are *rows* of one matrix product: row r is query r // G
+in head r % G. The keys of a sequence are divided into splits, merged by a second kernel. Only
+blocks that reach past the prefix look at masks.
 
-Starts, lengths and masks are read on the device, and the grid depends only on shapes. So a captured
-CUDA graph stays valid while sequences grow. `plain.py` is the specification. Import this module
-only where triton is installed.
+Places and masks are read on the device, and the grid depends only on shapes. So a captured CUDA
+graph stays valid while sequences grow. `plain.py` is the specification. Import this module only
+where triton is installed.
 
 Shapes: `B` sequences, `T` queries, `M` masked rows, `S` splits, `R` cache rows, `H` query heads,
 `K` key heads, `G` = H / K heads of a group, `D` head size.
@@ -227,13 +226,12 @@ def attend_tree(
         q: Queries.
         k: Keys.
         v: Values.
-        starts: First row [B] of each sequence, contiguous, int32 or int64.
-        lengths: Number of rows [B] of each sequence, likewise.
-        visible: Bits [B, T, M / 64] int64 of the last M rows, see `pack_mask`. Earlier rows are
-            visible.
-        num_masked: M. It may exceed a length: bits of rows before the start do not count.
+        starts: First row of each sequence [B], contiguous.
+        lengths: Rows of each sequence [B], contiguous.
+        visible: Bits [B, T, M / 64] of the last M rows, see `pack_mask`.
+        num_masked: M, which may exceed a length.
         scale: Factor of scores.
-        num_splits: Splits of each sequence's keys.
+        num_splits: Splits of keys.
 
     Returns:
         out [B, T, H, D] in q's dtype and lse [B, T, H] fp32; 0 and -inf where no row is visible.

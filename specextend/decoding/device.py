@@ -1,9 +1,8 @@
-"""Differences between devices, and captured steps; in `decoding/`, only this module names devices.
+"""Differences between devices, and captured steps; only this module of `decoding/` names devices.
 
-A function of tensors can be captured and replayed as a single launch (a CUDA graph), because a host
-launches eager steps of small models more slowly than a GPU runs them. Captured functions use fixed
-memory: values that change between steps must be tensors on the device, which the host cannot read
-on the way.
+A function of tensors can be captured and replayed as a single launch (a CUDA graph), because hosts
+launch eager steps of small models more slowly than GPUs run them. Captured functions use fixed
+memory: changing values must be tensors on the device, unread by the host.
 """
 
 import logging
@@ -36,9 +35,7 @@ Key = tuple[str, tuple[tuple[torch.Size, torch.dtype], ...], tuple[int, ...]]
 """Name of a function, shapes and types of its inputs, and its shape."""
 CALLS_BEFORE_CAPTURE = 8
 MOST_GRAPHS = 128
-"""Captured functions to keep: a few drafts, an absorption and a step per tree size, for each batch
-size.
-"""
+"""Captured functions to keep, for several batch sizes and tree sizes."""
 GRAPH_BYTES = 8 << 20
 """Rough GPU memory of a captured function beside its tensors."""
 
@@ -54,15 +51,11 @@ _OUT_OF_MEMORY = (
     "CUDA error: out of memory",
     "Triton Error [CUDA]: out of memory",
 )
-"""Messages of allocators that raise a bare RuntimeError: CPU, cuBLAS, cuDNN, CUDA driver,
-Triton.
-"""
+"""Messages of allocators that raise a bare RuntimeError."""
 _DEVICE = ("CUDA error", "CUDA driver error", "[CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS")
-"""Messages of libraries that raise a bare RuntimeError for other failures of a GPU."""
+"""Messages of other GPU failures raised as a bare RuntimeError."""
 _GENERATION = ("cpu family", "model", "CPU implementer", "CPU part")
-"""Fields of /proc/cpuinfo that distinguish generations; clouds give several the same name, such as
-`AMD EPYC`.
-"""
+"""Fields of /proc/cpuinfo that distinguish generations of the same name, such as `AMD EPYC`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,25 +63,21 @@ class DeviceTraits:
     """Settings of the engine for a kind of device."""
 
     prefill_chunk: int
-    """Prompt tokens of a forward; each chunk reads all weights, which hardly shows at this size."""
+    """Prompt tokens of a forward."""
     decode_share: float
     """Share of time for running sequences while a prompt is read; 0: they wait."""
     packs_linears: bool
     """Whether weights of linear layers may be laid out anew."""
     largest_batch: int
-    """Largest batch chosen automatically; larger ones hardly make steps cheaper."""
+    """Largest batch chosen automatically."""
     measured_rows: int
     """Rows of the largest step to time; larger steps are extrapolated."""
     workspace_bytes: int
-    """Rough memory outside of our tensors: CUDA's context and libraries, or the process on a
-    CPU.
-    """
+    """Rough memory of CUDA and libraries, or of a process on a CPU."""
     probe_bytes: int
-    """Size of the tensor that measures bandwidth: larger than caches, with negligible launch
-    time.
-    """
+    """Size of the tensor that measures bandwidth, larger than caches."""
     probe_size: int
-    """Rows, inputs and outputs of the product that measures the matrix rate."""
+    """Size of the square product that measures the matrix rate."""
 
 
 CPU = DeviceTraits(
@@ -97,7 +86,7 @@ CPU = DeviceTraits(
     packs_linears=True,
     largest_batch=8,
     measured_rows=64,
-    # what a worker with tiny models takes: its libraries and compiled kernels
+    # a worker with tiny models: libraries and compiled kernels
     workspace_bytes=5 << 28,
     probe_bytes=512 << 20,
     probe_size=2048,
@@ -128,7 +117,7 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name(cpuinfo: str) -> str:
-    """Return the name and generation of the first processor in the text of /proc/cpuinfo.
+    """Return name and generation from the text of /proc/cpuinfo.
 
     On x86, for example, `AMD EPYC (cpu family 25, model 17)`.
     """
@@ -140,9 +129,9 @@ def processor_name(cpuinfo: str) -> str:
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Return the memory of a GPU, or None for a CPU, whose memory is shared.
+    """Return the memory of a GPU, without making a context; None for a CPU.
 
-    It makes no context, which would lock out other processes in the mode `exclusive process`.
+    A context would lock out other processes in the mode `exclusive process`.
     """
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
@@ -174,21 +163,21 @@ def warn_of_slow_bf16() -> None:
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to the device without waiting for it."""
+    """Copy a CPU tensor to the device without waiting."""
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def download(values: Tensor) -> Tensor:
-    """Begin to copy values to the host, which must wait for the device before it reads them."""
+    """Begin to copy values to the host, which must synchronise before reading them."""
     if values.device.type != "cuda":
         return values
     return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
 
 
 def make_current(device: torch.device) -> None:
-    """Make a GPU current for this thread's Triton kernels and captures."""
+    """Make a GPU current for Triton and captures in this thread."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
@@ -196,7 +185,7 @@ def make_current(device: torch.device) -> None:
 class CudaCapture:
     """Captures functions as CUDA graphs on the current GPU; nothing runs before the first replay.
 
-    Functions of the same name share memory, so their outputs must be read before the next replay.
+    Functions of the same name share memory: read outputs before the next replay.
     """
 
     def __init__(self) -> None:
@@ -215,7 +204,7 @@ class CudaCapture:
             with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
                 outputs = function()
         finally:
-            # torch leaves the thread on its own if a capture cannot be ended
+            # torch does not restore the stream after a failed capture
             torch.cuda.set_stream(stream)
         self._latest[name] = graph
         return graph.replay, outputs
@@ -234,7 +223,7 @@ def release_cached(device: torch.device) -> None:
 
 
 def peak_bytes() -> int:
-    """Return the peak memory of this process: of its GPUs through torch, else of the host."""
+    """Return this process's peak memory, on its GPUs or else the host."""
     if torch.cuda.is_initialized():
         return sum(map(torch.cuda.max_memory_reserved, range(torch.cuda.device_count())))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
@@ -261,21 +250,20 @@ def is_device_error(error: BaseException) -> bool:
 class Graphs:
     """Runs functions of tensors, and captures those that recur with the same shapes.
 
-    Rare shapes take no memory, and batches need no padding. The least recently used graph makes
-    room. A function larger than all of its name replaces them, since captures in growing order
-    would take the sum of their memory.
+    Batches need no padding, and the least recently used graph makes room. A function larger than
+    all of its name replaces them, because captures in growing order would take the sum of their
+    memory.
 
-    Functions run eagerly if memory runs out or their kernels read on the host. After any other
-    failed capture all functions do, because the allocator cannot be trusted again.
+    Functions run eagerly if memory runs out or kernels read on the host. After another failed
+    capture all do, because the allocator cannot be trusted.
     """
 
     def __init__(self, capture: Capture | None = None, num_eager_calls: int | None = None):
-        """Take the way to capture; without it, all functions run eagerly.
+        """Take the way to capture; None runs all functions eagerly.
 
         Args:
             capture: Captures a function.
-            num_eager_calls: Calls before a capture, at least 1 to build kernels; None:
-                `CALLS_BEFORE_CAPTURE`.
+            num_eager_calls: Calls before a capture, at least 1; None: `CALLS_BEFORE_CAPTURE`.
         """
         self._capture = capture
         self._num_eager_calls = CALLS_BEFORE_CAPTURE if num_eager_calls is None else num_eager_calls
@@ -283,11 +271,11 @@ class Graphs:
         self._graphs: dict[Key, tuple[Outputs, Callable[[], None], Outputs] | None] = {}
         """Inputs, replay and outputs of captured functions; None for functions that run eagerly."""
         self.capturing = False
-        """Whether a function is being captured; reads on the host would then be frozen."""
+        """Whether a function is being captured."""
 
     @property
     def enabled(self) -> bool:
-        """Whether functions are captured, and so need fixed shapes and no reads on the host."""
+        """Whether functions are captured."""
         return self._capture is not None
 
     @property
@@ -304,8 +292,8 @@ class Graphs:
     ) -> Outputs:
         """Return `function(*inputs)`, valid until the next call of this name.
 
-        Functions of the same name may only differ in inputs and `shape`, and their work grows with
-        its product.
+        Functions of a name may differ only in inputs and `shape`; their work grows with its
+        product.
         """
         key = name, tuple((each.shape, each.dtype) for each in inputs), shape
         if self._capture is not None and key not in self._graphs:
@@ -314,7 +302,7 @@ class Graphs:
                 self._try(self._capture, key, function, inputs)
         if key not in self._graphs:
             return function(*inputs)
-        # the last one in the order is the one that ran last
+        # the order is that of last use
         graph = self._graphs[key] = self._graphs.pop(key)
         if graph is None:
             return function(*inputs)
@@ -368,13 +356,11 @@ class Graphs:
 
 
 def _num_elements(key: Key) -> int:
-    """Return the size of a function's inputs times its shape."""
     _, inputs, shape = key
     return sum(each.numel() for each, _ in inputs) * prod(shape)
 
 
 def _compiler() -> str | None:
-    """Return the C compiler of Triton, or None."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 

@@ -1,9 +1,7 @@
-"""Faster layers of a model: decoder layers of fewer operators, and linear layers by compiled
-products.
+"""Faster layers of a model: decoder layers of fewer operators, and compiled linear layers.
 
-Operators dominate a decoder layer of few rows. In fp32 the logits equal the stock layer's; in bf16
-fewer results are rounded. On a CPU, linear layers in bf16 are laid out for
-`attention.compiled.products` where possible, with the same products and fp32 sums as torch's.
+In fp32 the logits equal the stock layer's; in bf16 fewer results are rounded. On a CPU, linear
+layers in bf16 are laid out for `attention.compiled.products` where possible.
 
 Shapes: `L` layers, `R` rows (new tokens of all sequences), `C` hidden size, `K` key heads, `S`
 cache rows, `D` head size.
@@ -24,7 +22,7 @@ from torch.nn.functional import pad
 
 from specextend.attention.backends import compiled
 from specextend.attention.correctness import what_differs
-from specextend.attention.plain import HeadNorms, LayerKernels, attend_reference
+from specextend.attention.plain import LEAST_ROWS, HeadNorms, LayerKernels, attend_reference
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.attention.torch_kernels import TORCH
 from specextend.decoding.device import multiplies_bf16, traits_of, warn_of_slow_bf16
@@ -36,8 +34,6 @@ FUSED = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 GROUP = 64
 """Inputs that share a scale, in rows of 8 bits on a CPU and in weights of 4 bits."""
-_LEAST_ROWS = 32
-"""Rows of an int8 product; cuBLAS takes no fewer than 17."""
 _LEAST = 2.0**-100
 """Least absolute maximum of a group, for groups of zeros."""
 _ROUNDINGS = 8
@@ -47,7 +43,7 @@ _ROUNDINGS = 8
 def fuse(model: Any, finish: Callable[[FusedLayer], FusedLayer]) -> None:
     """Replace the decoder layers and the final norm of a causal LM in place.
 
-    Layers go to the model's device one at a time, so a GPU never holds all of them before `finish`.
+    Layers move to the model's device one at a time.
 
     Args:
         model: Causal LM that `why_not_fused` accepts.
@@ -80,9 +76,8 @@ def why_not_fused(config: Any) -> str:
 def context_length(config: Any) -> int:
     """Return the most tokens of a model.
 
-    Before scaling, `linear` and `yarn` multiply the length by their factor. Its
-    `max_position_embeddings` may be the length before (Vicuna 16k, Qwen2.5) or after (Qwen3 with
-    YaRN); for `llama3` it is the length after.
+    `linear` and `yarn` multiply the length before scaling. `max_position_embeddings` is this length
+    (Vicuna 16k, Qwen2.5) or the product (Qwen3 with YaRN); with `llama3` always the product.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     longest = int(config.max_position_embeddings)
@@ -117,10 +112,7 @@ class Forward:
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer of Llama's family with joint products for q, k and v, and for gate and up.
-
-    With our kernels it takes eleven operators on a GPU, including two of attention.
-    """
+    """A decoder layer of Llama's family with joint products for q, k and v, and for gate and up."""
 
     def __init__(self, layer: Any):
         """Take the weights of a stock layer."""
@@ -180,7 +172,7 @@ def joined_in_one_call(layers: Sequence[Any], scale: float) -> Any:
     """
     if not are_compiled(getattr(layer, name) for layer in layers for name in PRODUCTS):
         return None
-    # blocks of outputs: a gate's and what it gates lie in the same places
+    # blocks of gates and of gated outputs must align
     if len(layers[0].gate_up.packed) % 2:
         return None
     kernel = compiled_kernel()
@@ -213,10 +205,9 @@ def join(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 class RoundedLinear(nn.Module):
-    """A linear layer with weights in 8 bits, and a scale for each output.
+    """A linear layer with weights in 8 bits, scaled by output.
 
-    Inputs in 16 bits are rounded to 8 bits, with a scale for each group of a row; integer sums of a
-    group are added in fp32. Inputs in fp32 stay exact.
+    Inputs in 16 bits are rounded to 8, scaled by groups of a row; inputs in fp32 stay exact.
     """
 
     def __init__(self, linear: nn.Linear, group: int):
@@ -243,7 +234,7 @@ class RoundedLinear(nn.Module):
         # a number divided by a tensor would be rounded twice
         factors = torch.full_like(largest, 127) / largest
         rounded = (groups * factors).round().to(torch.int8)
-        rounded = pad(rounded, (0, 0, 0, 0, 0, max(0, _LEAST_ROWS - len(groups))))
+        rounded = pad(rounded, (0, 0, 0, 0, 0, max(0, LEAST_ROWS - len(groups))))
         sums = torch.zeros(len(groups), len(self.weight), device=x.device)
         for index, part in enumerate(self.weight.split(self._group, 1)):
             product = torch._int_mm(rounded[:, index], part.T)[: len(groups)]
@@ -285,9 +276,8 @@ def pack(module: nn.Module) -> None:
 
 
 def _is_plain_bf16(module: nn.Module) -> bool:
-    """Return True for a bf16 layer on a CPU without quantization."""
     if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
-        return False  # what is derived from it may compute something else
+        return False  # a subclass may compute something else
     return module.weight.dtype == torch.bfloat16 and traits_of(module.weight.device).packs_linears
 
 

@@ -1,11 +1,10 @@
 """Measurements of the machine: limits and step times, kept between starts.
 
-A measurement is a JSON file in the user's cache folder. It is kept only if the machine was quiet:
-on a busy one, kernels with several threads can take thirty times as long. Missing, damaged or
-outdated files are ignored, and an unwritable folder keeps nothing.
+A measurement is a JSON file in the user's cache folder, written only if the machine was quiet: on a
+busy one, kernels can take thirty times as long. Damaged or outdated files are ignored.
 
-Memory bandwidth limits decoding steps, which read all weights; the rate of matrix products limits
-prefill. Measured step times determine tree sizes (`speculation.py`).
+Memory bandwidth limits decoding, and the rate of matrix products limits prefill. Step times
+determine tree sizes (`speculation.py`).
 
 Shapes: `T` rows of a forward.
 """
@@ -86,7 +85,6 @@ def keep(kind: str, key: ReadOnly, value: Any) -> None:
 
 
 def _about(key: ReadOnly) -> dict[str, Any]:
-    """Return the identity of a kept value."""
     return {"code": code_sha256(), "key": json.loads(json.dumps(dict(key)))}
 
 
@@ -173,8 +171,6 @@ def _large_product(size: int, device: torch.device, dtype: torch.dtype) -> Calla
 
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest of several calls after a warm-up."""
-
     def run() -> None:
         work()
         synchronise(device)
@@ -220,8 +216,8 @@ def measure(
 ) -> StepCosts:
     """Measure steps of each size after prefixes of several lengths.
 
-    Steps above `MOST_ALONE` rows are batches with prefixes as long as the cache allows. No request
-    may be running, because the front of the cache is overwritten.
+    Steps above `MOST_ALONE` rows are batches, with the longest prefixes of the cache. They
+    overwrite its front, so no request may be running.
 
     Args:
         target: Target and its cache.
@@ -229,8 +225,7 @@ def measure(
         sizes: Rows of steps.
         lengths: Tokens of prefixes.
         graphs: Graphs of the steps.
-        points: Seconds by size and prefix, updated to the shorter of old and new times: other work
-            only adds to them.
+        points: Seconds by size and prefix, updated to the shorter time.
     """
     begin = time.perf_counter()
     num_free = target.cache.rows.num_free
@@ -239,14 +234,14 @@ def measure(
     for part in target.cache.parts:
         part[..., :num_rows, :] = 0
     for number, length in enumerate(lengths):
-        # one length would say nothing of longer ones
+        # a single length would show no slope
         if number > 1 and time.perf_counter() - begin > BUDGET_S:
             break
         for size in sizes:
             batch = -(-size // MOST_ALONE)
             each = min(length, num_free // batch - -(-size // batch))
             step = partial(time_step, target, kind, size, each, graphs, batch)
-            if size not in points:  # the first calls of a size build what later ones use
+            if size not in points:  # first calls of a size build kernels
                 for _ in range(graphs.num_warm_ups):
                     step()
             first_s = step()
@@ -286,7 +281,7 @@ def load_step_costs(
 ) -> StepCosts | None:
     """Return the costs of steps, kept or measured now; None if trees have a fixed size.
 
-    No request may be running, because the cache is overwritten. Captured steps are kept separately.
+    No request may be running, because the cache is overwritten.
     """
     if tree.nodes != "auto":
         return None

@@ -275,7 +275,7 @@ class _Run:
                 yield logits[b, path], exact[len(text) :]
         ends = _COMMITTED_OF_CHAIN if is_chain else _COMMITTED
         committed = [paths[node] for node in ends]
-        if not is_chain:  # whose nodes lie where they belong
+        if not is_chain:  # a chain's nodes are already in place
             self._cached.cache.commit(plan.new_rows(nodes.device), torch.tensor(committed))
         self._texts = [
             torch.cat([text, nodes[b, committed[b]]]) for b, text in enumerate(self._texts)

@@ -168,7 +168,7 @@ def _layer_results(
     yield "the gate", kernels.gate(draw(num_rows, 2 * shape.intermediate_size))
     dim = shape.head_dim
     norms = HeadNorms(draw(dim), draw(dim), 1e-5) if shape.has_norms else None
-    # its first heads are those of another layer, which stay as they are
+    # its first heads belong to another layer and must stay
     cache = draw(2, shape.num_key_heads + 1, 2 * num_rows, dim)
     places = torch.randperm(2 * num_rows)[:num_rows]
     qkv = draw(num_rows, shape.num_heads + 2 * shape.num_key_heads, dim)

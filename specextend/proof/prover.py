@@ -51,7 +51,7 @@ def load_proof(subject: Subject, candidates: Sequence[Candidate], *, timed: bool
     asked_at = time.time()
     key = identity(subject) | {"candidates": [asdict(each) for each in candidates]}
     with ExitStack() as stack:
-        # a folder that cannot be written, or locks nothing
+        # the folder is not writable, or has no locks
         with suppress(OSError, NotImplementedError):
             if (folder := cache_folder()) is not None:
                 stack.enter_context(FileLock(folder / "proof.lock"))
@@ -120,7 +120,7 @@ def run_apart(task: ReadOnly) -> list[Trial]:
                 stderr=said,
                 text=True,
                 env=os.environ | {"TMPDIR": folder},
-                start_new_session=True,  # what it starts, such as a compiler, ends with it
+                start_new_session=True,  # so that its children, such as compilers, end with it
             )
             assert child.stdin is not None
             with suppress(BrokenPipeError), child.stdin:

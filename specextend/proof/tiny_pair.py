@@ -167,7 +167,7 @@ class TinyPair:
             cache=_CACHE,
             graphs=graphs,
         )
-        engine.decode_share = 0.0  # who joins whom is no matter of time
+        engine.decode_share = 0.0  # joins must not depend on time
         return {done.request_id: done for done in engine.generate(requests)}
 
 

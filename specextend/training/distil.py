@@ -243,12 +243,10 @@ class _Rounds:
         return {n: self._maker.prompt(texts[n % size], n, whole=n < size) for n in numbers}
 
     def _train(self, num_answers: int, folder: Path) -> None:
-        """Continue from the best draft with the first `num_answers` answers, and write the
-        result.
-        """
+        """Continue from the best draft with the first answers, and write the result."""
         start = None if self._best is None else self._folder(self._best["round"])
         answers = self._answers(num_answers, start)
-        gc.collect()  # the engine, which refers to itself, has a target of its own
+        gc.collect()  # frees the target of the engine, a reference cycle
         num_rows = max(
             len(each.prompt_token_ids) + len(each.output_token_ids) for each in answers.values()
         )

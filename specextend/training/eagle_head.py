@@ -1,7 +1,5 @@
 """Training of an EAGLE head in our format (`drafters/formats.py`), with copy heads.
 
-It uses AdamW with a cosine schedule, an example per step, and checkpoints.
-
 A head reads a recording as slots: slot i holds the embedding of token i + 1 and the target's hidden
 state at i. It predicts the target's hidden state at i + 1, and so token i + 2. In the loss, its
 output replaces the target's hidden state in the next slot, as in drafting (arXiv 2503.01840,
@@ -145,7 +143,6 @@ class EagleHead:
         return self._norm("en", self._embedding[token_ids])
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        """Apply a linear map: x [..., in] to [..., out]."""
         return linear(x, self.weights[f"{name}.weight"])
 
     def _project(self, name: str, normed: Tensor, slots: Slots) -> Tensor:
@@ -160,11 +157,9 @@ class EagleHead:
         return torch.cat([own, self._heads(f"copy.{name}", read)], -2)
 
     def _heads(self, name: str, x: Tensor) -> Tensor:
-        """Apply a linear map and split heads: x [..., in] to [..., heads, D]."""
         return self._linear(name, x).unflatten(-1, (-1, self.config.head_dim))
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        """Apply an RMS norm in fp32."""
         eps = self.config.layer_norm_eps if name.startswith("layer.") else self.config.head_norm_eps
         return rms_norm(x.float(), (x.shape[-1],), self.weights[f"{name}.weight"], eps)
 
@@ -270,8 +265,7 @@ def chain(
     for step in range(num_steps):
         at = (asked + step).clamp(max=len(slots.positions) - 1)
         drafted = Slots(*(each[at] for each in slots))._replace(hidden=hidden)
-        # a drafted slot sees the real slots up to its root's, and the drafted slots of its own
-        # chain
+        # a drafted slot sees real slots up to its root's, and the drafted slots of its chain
         if step:
             keys, values = (
                 torch.cat(both)

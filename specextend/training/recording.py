@@ -197,7 +197,7 @@ def record(target: CachedModel, vocabulary: Tensor, answer: Answer) -> Recording
     )
 
 
-# The target's own answers, and how many tokens a step a draft brings
+# Answers of the target, and evaluation of drafts
 
 
 ROWS = 32
