@@ -43,11 +43,11 @@ def audit(output: str, num_rows: int, seed: int) -> Values:
     """
     prepared = _prepare(output)
     if not prepared.source.num_rows:
-        raise ValueError(f"{output} is a run of no rows: there is nothing to compare")
+        raise ValueError(f"{output} has no rows to compare")
     found = _draw(prepared, num_rows, seed)
     if not found:
         raise ValueError(
-            f"{output} has no finished row among those drawn; give more --rows, or finish the run"
+            f"{output} has no finished row in the sample; give more --rows, or finish the run"
         )
     rows = [row for row, _ in found]
     stored = [
@@ -95,14 +95,14 @@ def _prepare(output: str) -> Prepared:
     """Check that the run can be repeated; raise ValueError otherwise."""
     recorded = read_manifest(resolve(output))
     if recorded is None:
-        raise ValueError(f"{output} holds no run (there is no _run/manifest.json)")
+        raise ValueError(f"{output} holds no run (_run/manifest.json is missing)")
     values = recorded["config"]
     check_one_task(recorded, f"{output}: an audit")
     prepared = prepare(
         RunConfig.from_values(values | {"output": values["output"] | {"path": output}})
     )
     if prepared.config.decoding.mode == "autoregressive":
-        raise ValueError(f"{output} was decoded without a draft: there is nothing to compare")
+        raise ValueError(f"{output} was decoded without a draft: nothing to compare")
     if lines := differences(recorded, prepared.manifest):
         raise ValueError(
             f"{output} cannot be audited: its input or a model has changed since ({lines[0]})"

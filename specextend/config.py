@@ -98,7 +98,7 @@ class JobOptions:
         if self.gpus_per_worker > 1:
             raise ValueError(
                 f"job.gpus_per_worker must be at most 1, got {self.gpus_per_worker:g}: a model "
-                "runs on one GPU; set job.workers to the number of GPUs"
+                "runs on a single GPU; set job.workers to the number of GPUs"
             )
         for name in ("document_deadline_s", "stall_s"):
             if getattr(self, name) <= 0:
@@ -173,8 +173,8 @@ class RunConfig(BaseModel):
         least = self.tree.depth + 2
         if self.cache.policy == "retrieval" and self.cache.recent < least:
             raise ValueError(
-                f"cache.recent must be at least {least}, tree.depth + 2, so that the draft always "
-                f"sees what it continues; got {self.cache.recent}"
+                f"cache.recent must be at least {least} (tree.depth + 2), so that the draft sees "
+                f"the text it continues; got {self.cache.recent}"
             )
         return self
 
@@ -335,8 +335,8 @@ def merge(
             of_tasks = _keys(values, section).keys() & OF_TASKS.get(section, set())
             if are_listed and of_tasks:
                 raise ConfigError(
-                    f"{origin.name} sets {section}.{min(of_tasks)} behind a list of tasks, which "
-                    "have their own; put it before the list, or use --set"
+                    f"{origin.name} sets {section}.{min(of_tasks)} after a list of tasks, but each "
+                    "task has its value; put it before the list, or use --set"
                 )
             if section == "tasks":
                 options = _placed(options, origin.folder)
@@ -458,9 +458,9 @@ def _asked(tasks: Any) -> dict[str, OneConfig]:
                 f"{shown(task)}"
             )
         if name in found:
-            raise ConfigError(f"tasks has {name} twice; give one of them another name")
+            raise ConfigError(f"tasks has {name} twice; rename one of them")
         if not keys and isinstance(task, dict):
-            raise ConfigError(f"tasks: {name} has no keys; write its name alone for a known task")
+            raise ConfigError(f"tasks: {name} has no keys; write just its name")
         if wrong := sorted(keys.keys() - OF_TASKS.keys() - {"base"}):
             raise ConfigError(f"tasks: {name} has {wrong[0]}; a task has {', '.join(OF_TASKS)}")
         found[name] = keys if isinstance(task, dict) else task, folder
@@ -481,13 +481,11 @@ def joined(each: Mapping[str, RunConfig]) -> RunConfig:
         raise ConfigError(f"tasks: {nested[0]} lists tasks itself; list them in its place")
     if first.input.instruction_column is not None or first.input.has_limits:
         raise ConfigError(
-            "tasks: a column of instructions, limits or options is about one task; leave it out"
+            "tasks: input columns of instructions, limits or options need a single task"
         )
     columns = [config.output.column for config in each.values()]
     if twice := [column for column in columns if columns.count(column) > 1]:
-        raise ConfigError(
-            f"tasks: two write the column {twice[0]}; give one of them another output.column"
-        )
+        raise ConfigError(f"tasks: two write the column {twice[0]}; change output.column of one")
     shared = first.model_dump(mode="json", exclude=OF_TASKS)
     for name, config in each.items():
         for section, own in config.model_dump(mode="json", exclude=OF_TASKS).items():
@@ -566,8 +564,8 @@ def _whole_path(
     path = _expanded(f"{section}.{key}", path, known)
     if _UPLOADED in path:
         raise ConfigError(
-            f"{section}.{key} is in the copy of the project that was uploaded with the job, which "
-            "Ray removes: give an absolute path that each node has, or a URI"
+            f"{section}.{key} is in the project uploaded with the job, a copy removed by Ray: give "
+            "an absolute path valid on each node, or a URI"
         )
     if not path or "://" in path or os.path.isabs(path) or path.startswith("{"):
         return path
@@ -589,17 +587,16 @@ def _expanded(key: str, text: str, known: Mapping[str, object]) -> str:
         variable, name, unclosed, bare = found.groups()
         if unclosed:
             raise ConfigError(
-                f"{key} has a ${{ that is not closed; write ${{NAME}} for a variable of the "
-                "environment"
+                f"{key} has an unclosed ${{; write ${{NAME}} for an environment variable"
             )
         if bare:
             raise ConfigError(
-                f"{key} has {found[0]}; write ${{{bare}}} for a variable of the environment"
+                f"{key} has {found[0]}; write ${{{bare}}} for an environment variable"
             )
         value = known.get(name) if variable is None else os.environ.get(variable)
         if not value:
-            takes = f"it takes {{{'}, {'.join(known)}}} and ${{NAME}} of the environment"
-            raise ConfigError(f"{key} has {found[0]}, which is not set; {takes}")
+            takes = f"it takes {{{'}, {'.join(known)}}} and environment variables as ${{NAME}}"
+            raise ConfigError(f"{key} has {found[0]}, but it is not set; {takes}")
         return str(value)
 
     return _VARIABLE.sub(value_of, text)

@@ -253,7 +253,7 @@ def unique_fields(fields: list[tuple[str, Any]]) -> Values:
     """Return a JSON object. Raises ValueError for duplicate fields."""
     values = dict(fields)
     if len(values) < len(fields):
-        raise ValueError(f"two of the fields {', '.join(values)} have one name")
+        raise ValueError(f"two of the fields {', '.join(values)} have the same name")
     return values
 
 

@@ -98,8 +98,7 @@ def run(
     loaded = RunConfig.load(config, overrides, run_date=run_date)
     if not _ONE_RUN.acquire(blocking=False):
         raise RefusedError(
-            "specextend.run goes on in another thread of this process; wait for its end, or start "
-            "this run in another process"
+            "specextend.run is active in another thread; wait for its end, or use another process"
         )
     with ExitStack() as stack:
         stack.callback(_ONE_RUN.release)
@@ -138,8 +137,8 @@ def _prepare_environment() -> None:
         and os.environ.get("RAY_ADDRESS", "local") == "local"
     ):
         raise RefusedError(
-            "ray was imported before specextend.run could keep its Ray to this user: import it "
-            "after the first run, or call ray.init() before and the run takes that Ray"
+            "ray was imported before specextend.run could make its Ray private: import it after "
+            "the first run, or call ray.init() first to use that Ray"
         )
     prepare_environment(os.environ)
 

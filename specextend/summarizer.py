@@ -68,8 +68,7 @@ class Summarizer:
         config = RunConfig.load(config, needs_paths=False)
         if config.tasks:
             raise ValueError(
-                "a Summarizer answers one task; make one for each, or use specextend.run for "
-                "`tasks`"
+                "a Summarizer takes a single task; make one per task, or use specextend.run"
             )
         check_batch_options(config.input, config.output)
         if torch.cuda.is_available() and not config.job.gpus_per_worker:
@@ -242,8 +241,7 @@ def check_batch_options(options: InputOptions, output: OutputOptions) -> None:
         name for name in options.copied_columns if name in {*BATCH_SCHEMA.names} - {"summary"}
     ]:
         raise InputError(
-            f"input.passthrough names {taken[0]}, which is a column of the result; rename it in "
-            "the input"
+            f"input.passthrough names {taken[0]}, also a column of the result; rename it"
         )
 
 

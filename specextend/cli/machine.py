@@ -27,8 +27,8 @@ _EXTRAS = {
 @click.command()
 @config_option()
 @SET
-@click.option("--kernels", is_flag=True, help="prove the kernels as a start does: a minute or two")
-@click.option("--time", is_flag=True, help="with --kernels: prove them anew, and time them")
+@click.option("--kernels", is_flag=True, help="verify the kernels as a start does: a minute or two")
+@click.option("--time", is_flag=True, help="with --kernels: verify them again, and time them")
 @JSON
 @in_one_line
 def check(
@@ -42,9 +42,7 @@ def check(
     from specextend.config import RunConfig
 
     if kernels and not config:
-        raise click.UsageError(
-            "--kernels needs --config, whose target's shapes the kernels are tried with"
-        )
+        raise click.UsageError("--kernels needs --config, for the shapes of the target")
     if time and not kernels:
         raise click.UsageError("--time needs --kernels")
     found = _machine()

@@ -94,47 +94,46 @@ _WHERE = takes(
         type=ConfigFile(),
         multiple=True,
         metavar="NAME|FILE",
-        help="one of several tasks for each document, which is read once for all",
+        help="a task; may be repeated: documents are read once for all tasks",
     ),
-    click.option("--input", metavar="PATH", help="in place of input.path"),
-    click.option("--output", metavar="PATH", help="in place of output.path"),
+    click.option("--input", metavar="PATH", help="overrides input.path"),
+    click.option("--output", metavar="PATH", help="overrides output.path"),
     SET,
     click.option(
         "--run-date",
         type=click.DateTime(["%Y-%m-%d"]),
         callback=lambda context, parameter, value: value and value.date(),
         metavar="YYYY-MM-DD",
-        help="what {run_date} in the paths of input and output stands for, today by default; a "
-        "start that resumes a run after midnight needs it",
+        help="value of {run_date} in the paths of input and output, today by default; needed to "
+        "resume a run after midnight",
     ),
     click.option(
         "--retry-errors",
         is_flag=False,
         flag_value="retryable",
         type=click.Choice(["retryable", "all"]),
-        help="do those error rows again that another try may mend, and nothing else; =all: every "
-        "error row",
+        help="retry only the error rows with `retryable` true; =all: every error row",
     ),
     click.option(
         "--redo",
         metavar="CONDITION",
-        help="of a finished run, do those rows again whose results meet a condition of SQL, with "
-        "what else the command line says, into redone/again of its folder",
+        help="repeat rows of a finished run with results that meet an SQL condition, with the "
+        "other options given here, into redone/again of its folder",
     ),
-    click.option("--redo-as", metavar="NAME", help="in place of `again`, for --redo"),
+    click.option("--redo-as", metavar="NAME", help="replaces `again`, for --redo"),
     click.option(
-        "--log", type=click.Choice(["text", "json"]), default="text", help="json: an event a line"
+        "--log", type=click.Choice(["text", "json"]), default="text", help="json: an event per line"
     ),
 )
 _PLAN = takes(
-    click.option("--json", metavar="FILE", help="write the plan there, too"),
+    click.option("--json", metavar="FILE", help="also write the plan as JSON"),
     click.option(
         "--calibrate",
         type=click.IntRange(min=2),
         metavar="N",
         help="decode N documents, at least 2, to measure the time",
     ),
-    click.option("--by", metavar="TIME", help="say how many workers are done by then (HH:MM)"),
+    click.option("--by", metavar="TIME", help="number of workers needed to end by then (HH:MM)"),
 )
 
 
@@ -239,7 +238,7 @@ def _dry_run(arguments: Arguments) -> int:
     by = None if arguments.by is None else parse_time(arguments.by, datetime.now().astimezone())
     if by is not None and arguments.calibrate is None:
         raise RefusedError(
-            "--by needs the time of a document: add --calibrate N, which measures it on N documents"
+            "--by needs the time of a document: add --calibrate N to measure N documents"
         )
     measure = None
     if arguments.calibrate is not None:
@@ -271,7 +270,7 @@ def conclude(output: str) -> None:
     print(
         f"summaries: {shown}/summaries"
         if list_results(summaries_folder(resolve(output)))
-        else "summaries: none, because there was nothing to do"
+        else "summaries: none, because nothing was left to do"
     )
     print(f"report: {shown}/report.html; specextend report {shown} prints it")
     _show_texts(report)

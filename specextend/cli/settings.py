@@ -83,15 +83,9 @@ def described_schema(config: type[RunConfig]) -> Values:
         }
 
     found = Described.model_json_schema()
-    base = (
-        "A configuration, or several in a list, whose values this one changes: a shipped name, "
-        "or a file."
-    )
+    base = "A configuration to change, or a list of several: shipped names or files."
     found["properties"]["base"] = {"type": ["string", "array"], "description": base}
-    tasks = (
-        "Several things to ask of each document: names of tasks, or mappings with a `name` "
-        "and keys of their own."
-    )
+    tasks = "Several tasks for each document: names of tasks, or mappings with a `name` and keys."
     found["properties"]["tasks"] = {
         "type": "array",
         "items": {"type": ["string", "object"]},
@@ -123,7 +117,7 @@ def init(path: str, config: tuple[str, ...], to: Path | None) -> int:
     stem = Path(path.rstrip("/")).stem.strip("*") or "documents"
     to = to or Path(f"{stem}.yaml")
     if to.exists():
-        raise ValueError(f"{to} is there already; name another file with --to")
+        raise ValueError(f"{to} exists already; name another file with --to")
     tasks = [name for name in config if find_config(name).parent == TASKS]
     if len(tasks) == len(config):
         config = ("smollm2", *config)
@@ -142,7 +136,7 @@ def init(path: str, config: tuple[str, ...], to: Path | None) -> int:
         show(printable(f"the files differ: {found.differs}"))
     if found.skipped:
         prepared = f"specextend prepare documents {shlex.quote(path)} --output out/{stem}-documents"
-        show(printable(f"not read, for they are no Parquet: {found.skipped}; run {prepared}"))
+        show(printable(f"skipped, not Parquet: {found.skipped}; run {prepared}"))
     has = tuple(filter(None, (found.text, found.id, *found.others)))
     for column in sorted({*Instruction("prompt.instruction", instruction).columns} - {*has}):
         wanted = f"the task wants a column {column}; the data has {', '.join(has)}"
@@ -173,12 +167,12 @@ def _begun(path: str, config: tuple[str, ...], to: Path, output: str, found: Gue
         f"  text_column: {_quoted(found.text)} # {printable(found.why_text)}",
         f"  {id_line} # {printable(found.why_id)}{without}",
         "  # limit: 20 # for a trial",
-        f"  # except_done_in: [{_quoted(f'{output}*')}] # every night: only what is new; "
-        "and the other output.path",
+        f"  # except_done_in: [{_quoted(f'{output}*')}] # every night: only new rows; "
+        "with the other output.path",
         *([f"  # passthrough: [{others}] # columns to copy to the summaries"] if others else []),
         "output:",
         f"  path: {_quoted(output)}",
-        f"  # path: {_quoted(f'{output}-{{run_date}}')} # every night, in place of that",
+        f"  # path: {_quoted(f'{output}-{{run_date}}')} # for every night",
     ]
     return "\n".join(lines) + "\n"
 

@@ -24,25 +24,23 @@ LINE_S = 30.0
     "--text",
     required=True,
     metavar="PATH",
-    help="Parquet file or folder with the documents to learn from",
+    help="Parquet file or folder with training documents",
 )
-@click.option("--text-column", default="text", help="column that holds the text")
+@click.option("--text-column", default="text", help="column with the text")
 @click.option(
     "--output", required=True, type=click.Path(path_type=Path), help="folder to write the draft to"
 )
 @click.option(
-    "--start-from", type=click.Path(exists=True, resolve_path=True), help="a draft to go on from"
+    "--start-from", type=click.Path(exists=True, resolve_path=True), help="a draft to continue from"
 )
 @click.option(
-    "--rounds", "num_rounds", type=int, help="most rounds of answers, training and evaluation"
+    "--rounds", "num_rounds", type=int, help="maximum rounds of answers, training and evaluation"
 )
-@click.option(
-    "--answers", "num_answers", type=int, help="answers of the target that each round adds"
-)
+@click.option("--answers", "num_answers", type=int, help="new answers of the target per round")
 @click.option("--min-tokens", type=int, help="tokens of the shortest piece of a document")
 @click.option("--max-tokens", type=int, help="tokens of the longest piece of a document")
-@click.option("--vocabulary", type=int, help="number of tokens that the draft can propose")
-@click.option("--copy-heads", type=int, help="number of KV heads that copy")
+@click.option("--vocabulary", type=int, help="size of the draft's vocabulary")
+@click.option("--copy-heads", type=int, help="number of copying KV heads")
 @click.option("--epochs", "num_epochs", type=int, help="epochs of each round over all recordings")
 @click.option("--learning-rate", type=float, help="peak learning rate")
 @click.option("--seed", type=int, help="seed of pieces and training")
@@ -71,7 +69,7 @@ def train(
 
     loaded = RunConfig.load(config, [*settings, f"input.path={json.dumps(text)}"])
     if loaded.tasks:
-        raise ValueError("a draft is trained on one task: give it by --config")
+        raise ValueError("a draft is trained on a single task: give it by --config")
     documents = replace(
         loaded.input, text_column=text_column, id_column=None, pages_column=None, passthrough=()
     )

@@ -165,8 +165,7 @@ def _that_read_again(tasks: list[Task]) -> Iterator[str]:
     for place, task in enumerate(tasks):
         if place and task.prompts.opening not in openings[:place]:
             yield (
-                f"task {task.name} reads each document again: its prompt begins otherwise than "
-                "those before"
+                f"task {task.name} reads each document again, because its prompt begins differently"
             )
 
 
@@ -285,7 +284,7 @@ def pin_models(config: RunConfig, recorded: ReadOnly) -> tuple[RunConfig, Models
         on_hub, revision = split_revision(options.model)
         if commit is not None and commit != revision:
             changed[name] = replace(options, model=f"{on_hub}@{commit}")
-            begun = ", with which this run began" if is_known else ""
+            begun = ", as when this run began" if is_known else ""
             notes.append(
                 f"{name} {on_hub} ({revision or 'default branch'}) is commit {commit}{begun}"
             )
@@ -332,7 +331,7 @@ def _say_other_run(
     recorded: Values,
     here: Values,
     lines: list[str],
-    said: str = "give another output.path, or restore what differs:",
+    said: str = "choose another output.path, or undo these differences:",
 ) -> str:
     tasks = [_tasks_there(each) for each in (recorded, here)]
     if tasks[0] != tasks[1]:
@@ -393,7 +392,7 @@ def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig
         )
     if strange := [name for name in left if not re.fullmatch(r"\w[\w-]*", name)]:
         raise RefusedError(
-            f"tasks: an added one is a folder, so name {strange[0]} with letters, digits, - and _"
+            f"tasks: an added task is a folder, so name {strange[0]} with letters, digits, - and _"
         )
     if len("+".join(left).encode()) > 255:
         raise RefusedError(
@@ -412,7 +411,7 @@ def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig
             left = [name for name in left if name not in names]
     with _refusals():
         inner_run(output, ADDED, "+".join(left))
-    say(f"tasks: {', '.join(left)} alone; the others are done")
+    say(f"tasks: only {', '.join(left)}; the others are done")
     return config.of_tasks(left, _place_of_added(config, left))
 
 
@@ -438,14 +437,14 @@ def redo(config: RunConfig, condition: str | None, name: str | None) -> RunConfi
             raise RefusedError(f"--redo: {output.path} holds no run")
         if not re.fullmatch(r"\w[\w-]*", name):
             raise RefusedError(
-                f"--redo-as: it is a folder, so name {name!r} with letters, digits, - and _"
+                f"--redo-as: {name!r} becomes a folder, so use letters, digits, - and _"
             )
         there, here = map(text_columns, (recorded["config"], config.model_dump(mode="json")))
         # of a data set, the column with the pages is not known yet
         if there != here._replace(has_pages=there.has_pages):
             raise RefusedError(
-                f"--redo: answers take the columns of {output.path}, so let output.column, "
-                "output.schema and tasks be what they were"
+                f"--redo: results have the columns of {output.path}, so leave output.column, "
+                "output.schema and tasks unchanged"
             )
         inner_run(output, REDONE, name)
         path = config.output.path
@@ -473,8 +472,8 @@ def _check_ended(config: RunConfig) -> RunConfig:
     )
     if not is_over:
         raise RefusedError(
-            f"{prepared.output.path} has not ended: run it again with its own tasks alone, before "
-            "one is added"
+            f"{prepared.output.path} has not ended: finish it with its present tasks before you "
+            "add others"
         )
     return prepared.config
 
@@ -485,11 +484,11 @@ def _say_other_input(prepared: Prepared) -> str:
     what = "its input has changed"
     leaving_out = f" and input.except_done_in=['{config.output.path}']"
     if config.input.except_done_in:
-        what = "files from which it chose its rows have changed or are gone"
+        what = "files that determined its rows have changed or are gone"
         leaving_out = ""
     return (
-        f"{what}: to do only what is new, give another output.path{leaving_out}; to resume it, "
-        "restore what differs:"
+        f"{what}: to do only new rows, choose another output.path{leaving_out}; to resume, "
+        "undo these differences:"
     )
 
 
@@ -516,7 +515,7 @@ def input_errors() -> Iterator[None]:
     try:
         yield
     except InputUnreachableError as error:
-        raise RunError(f"{error}; what is done is kept") from error
+        raise RunError(f"{error}; finished work is kept") from error
     except StrangeCommitError as error:
         raise OtherRunError(str(error)) from error
     except (InputError, DamagedCommitError) as error:
@@ -558,7 +557,7 @@ def say_left_out(number: int) -> list[str]:
     if not number:
         return []
     return [
-        f"not tried again: {counted(number, 'error row')} whose `retryable` is false; "
+        f"not tried again: {counted(number, 'error row')} with `retryable` false; "
         "--retry-errors=all tries every error row"
     ]
 

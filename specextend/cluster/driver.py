@@ -187,7 +187,7 @@ class Driver:
                 if keys
                 else []
             )
-        raise RunError("; ".join([*parts, "what is done is kept, run again"]))
+        raise RunError("; ".join([*parts, "finished work is kept, run again"]))
 
     def _enforce(self, now: float) -> None:
         for held in self.scheduler.overdue(now):
@@ -249,7 +249,7 @@ class Driver:
         num_deaths, last_words = deaths
         self.roster.leave_out(worker)
         why = (
-            f"{counted(num_deaths, 'worker')} died there in a row and no document was done: "
+            f"{counted(num_deaths, 'worker')} died there in a row without a finished document: "
             f"{last_words}"
         )
         where = f"{info.host} ({device}, {info.device})"

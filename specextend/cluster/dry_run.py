@@ -56,7 +56,7 @@ TICK_S = 0.2
 """Seconds to wait for an answer before checking clocks and signals again."""
 _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Two-sided 95% quantiles of Student's t, by degrees of freedom from 1; the last holds above."""
-_NEEDS = f"--calibrate needs {counted(MIN_DOCUMENTS, 'document')} that can be decoded"
+_NEEDS = f"--calibrate needs {counted(MIN_DOCUMENTS, 'decodable document')}"
 
 
 class DocumentCost(NamedTuple):
@@ -504,9 +504,7 @@ def _checks(prepared: Prepared, plan: Plan) -> list[Values]:
     if skipped := prepared.source.skipped:
         found.append(("files of another kind", None, f"skipped: {describe_skipped(skipped)}"))
     if repeated := prepared.source.num_repeated:
-        found.append(
-            ("symbolic links to files that are read already", None, f"skipped: {repeated:,}")
-        )
+        found.append(("symbolic links to files already read", None, f"skipped: {repeated:,}"))
     return [{"check": check, "rows": rows, "outcome": outcome} for check, rows, outcome in found]
 
 
@@ -552,8 +550,8 @@ def _describe_by(by: Values | None) -> list[str]:
     when = f"done by {_say_time(datetime.fromisoformat(by['time']))}"
     if by["workers"] is None:
         return [
-            f"{when}: with no number of workers; what is left is too long for one document or its "
-            "loading"
+            f"{when}: impossible with any number of workers, because loading or a single document "
+            "takes longer"
         ]
     surely = (
         "no number is sure to"

@@ -432,4 +432,4 @@ def _knock(address: str) -> None:
         try:
             socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
         except OSError as error:
-            raise ConnectionError(f"nobody answers at {address} ({error})") from error
+            raise ConnectionError(f"no answer from {address} ({error})") from error

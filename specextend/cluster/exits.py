@@ -90,7 +90,7 @@ def writing(output: Location, what: str = "cannot be written to") -> Iterator[No
         yield
     except OSError as error:
         message = f"{output.path} {what}: {first_line(error)}"
-        raise OutputError(f"{message}; what was committed is there, run again to resume") from error
+        raise OutputError(f"{message}; committed work is kept, run again to resume") from error
 
 
 class Interrupt:

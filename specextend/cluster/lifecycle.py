@@ -82,7 +82,7 @@ _REFUSED_ROWS = 4096
 """Error rows per commit, for rows rejected before decoding."""
 EXTRA_LEASES = 2
 """Leases queued at a worker beyond its batch, while many documents wait."""
-FORCED = "ended by force; what was committed is there, run again to resume"
+FORCED = "ended by force; committed work is kept, run again to resume"
 
 
 def run_job(
@@ -115,8 +115,7 @@ def run_job(
     with reading(prepared.output):
         if (counts := counts_of_ended(prepared)) is not None:
             display.note(
-                f"complete already, {_say(counts)}; files from which it chose its rows have "
-                "changed since"
+                f"complete already, {_say(counts)}; files that determined its rows have changed"
             )
             interrupt.disarm()
             return EXIT_DONE
@@ -239,7 +238,7 @@ class _LockedRun:
                 return None
             if stale := unfinished(self.prepared.source, output):
                 self.display.note(
-                    f"missing or damaged in summaries or errors: {', '.join(stale)}; written anew"
+                    f"missing or damaged in summaries or errors: {', '.join(stale)}; rewritten"
                 )
                 return None
         self.display.note(f"complete already, {_say(counts)}")
@@ -362,9 +361,9 @@ class _LockedRun:
             )
             sizes = memory["memory_gib"]
             self.display.note(
-                f"a worker holds {sum(sizes.values()):.1f} GiB, {sizes['target_cache']:.1f} of "
-                f"them for the target's cache, which takes {longest} of the longest documents at "
-                f"once, and {mean} as long as the mean"
+                f"a worker takes {sum(sizes.values()):.1f} GiB, with {sizes['target_cache']:.1f} "
+                f"for the target's cache: room for {longest} of the longest documents, or {mean} "
+                "of mean length"
             )
 
     def _driver(

@@ -33,7 +33,7 @@ SETTLE_S = 2.0
 """Seconds until a write race is decided, where files cannot be locked: the last writer wins."""
 CHECK_EVERY_S = 1.0
 """Seconds between two looks at the lock of a possibly dead driver."""
-UNKNOWN = "somebody whose _run/lock is no lock that this version knows"
+UNKNOWN = "an unknown driver (this version cannot read its _run/lock)"
 _RELEASES = 3
 """Attempts to remove the lock."""
 BUSY_S = 2.0
@@ -155,7 +155,7 @@ class OutputLock:
             if is_exclusive is None:
                 holder = parse_lock(found or b"") or UNKNOWN
                 raise RunError(
-                    f"{self.output.path} is held by {holder}, which stands still: end it",
+                    f"{self.output.path} is held by {holder}, which is suspended: end it",
                     EXIT_LOCKED,
                 )
             self.predecessor = None if found is None else parse_lock(found)
@@ -202,11 +202,12 @@ class OutputLock:
                 return
             if (data := _read(self.output)) is None:
                 self._lost = RunError(
-                    f"{self.output.path}: somebody removed _run/lock; run again to resume"
+                    f"{self.output.path}: _run/lock was removed; run again to resume"
                 )
             elif not self._is_ours(holder := parse_lock(data)):
                 self._lost = RunError(
-                    f"{self.output.path} was taken over by {holder or 'somebody'}", EXIT_LOCKED
+                    f"{self.output.path} was taken over by {holder or 'another driver'}",
+                    EXIT_LOCKED,
                 )
             else:
                 self._write()
@@ -240,7 +241,7 @@ class OutputLock:
         self._is_settling = False
         if not self._is_ours(holder := read_lock(self.output)):
             raise RunError(
-                f"{self.output.path} was taken by {holder or 'somebody'} at the same moment",
+                f"{self.output.path} was taken by {holder or 'another driver'} at the same moment",
                 EXIT_LOCKED,
             )
         return True

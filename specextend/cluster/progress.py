@@ -259,8 +259,8 @@ class ErrorGuard:
         [(name, _)] = self._failed.most_common(1)
         raise RunError(
             f"stopped early: {num_failed:,} of {counted(num_ended, 'document')} failed, more than "
-            f"{self._limit:.0%}, most often with {name}, such as {self._examples[name]}; what is "
-            "done is kept: fix the cause and run again with --retry-errors, or raise "
+            f"{self._limit:.0%}, most often with {name}, such as {self._examples[name]}; "
+            "finished work is kept: fix the cause and run again with --retry-errors, or raise "
             "job.max_error_fraction",
             EXIT_TOO_MANY_ERRORS,
         )

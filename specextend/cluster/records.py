@@ -312,7 +312,7 @@ def read_status(output: Location) -> Values:
         what = (
             f"no run yet: {driver} is reading its input"
             if is_alive
-            else "no run (there is no _run/manifest.json)"
+            else "no run (_run/manifest.json is missing)"
         )
         raise ValueError(f"{output.path} holds {what}")
     starts = read_starts(output)
@@ -326,7 +326,7 @@ def read_status(output: Location) -> Values:
         if start.damage
     ]
     if success is None and exists(success_file(output)):
-        warnings.insert(0, "_SUCCESS cannot be read; run again to write it anew")
+        warnings.insert(0, "_SUCCESS cannot be read; run again to restore it")
     if driver is None and exists(lock_file(output)):
         warnings.insert(0, "_run/lock cannot be read; if no driver is running, delete it")
     draft = manifest["config"].get("draft") or {}
@@ -372,8 +372,7 @@ def describe_status(status: Values) -> str:
     lines += [f"errors: {count} {name}" for name, count in status["errors_by_class"].items()]
     if status["partial"]:
         lines.append(
-            f"of these, {status['partial']:,} failed in some of their tasks: summaries/ has the "
-            "answers of the others"
+            f"of these, {status['partial']:,} failed in some tasks; the others are in summaries/"
         )
     if status["driver"]:
         lines.append(

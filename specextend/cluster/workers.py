@@ -177,7 +177,7 @@ class Roster:
         self._num_fruitless += 1
         if self._num_fruitless >= MAX_FRUITLESS_DEATHS:
             died = counted(self._num_fruitless, "worker") + " died"
-            raise RunError(f"{died} and no document was done between: {reason}")
+            raise RunError(f"{died} in a row without a finished document: {reason}")
 
     def document_done(self) -> None:
         """Record a finished document."""

@@ -56,7 +56,7 @@ def test_a_resume_takes_the_commit_of_its_run_when_the_branch_has_moved_on(hub, 
     again = prepare(configure())
     assert check_same_run(again)
     assert again.config.target.model == f"{TARGET}@{pair[0]}"
-    assert again.notes[0] == f"target {TARGET} (default branch) is commit {pair[0]}, with which this run began"
+    assert again.notes[0] == f"target {TARGET} (default branch) is commit {pair[0]}, as when this run began"
     asked_for = {"model": f"{TARGET}@{newer}"}
     with pytest.raises(OtherRunError, match="weights of target: "):
         check_same_run(prepare(configure(target=asked_for)))

@@ -89,7 +89,7 @@ def calibrated(run, size, factory=FakeEngine, interrupt=None):
 
 def test_too_few_documents_are_refused(job):
     """Before anything is loaded."""
-    with pytest.raises(RefusedError, match="needs 2 documents that can be decoded, but got 1"):
+    with pytest.raises(RefusedError, match="needs 2 decodable documents, but got 1"):
         calibrated(job(["one"]), 4, NeverLoads())
 
 

@@ -141,12 +141,12 @@ def test_a_file_that_is_no_lock_is_named_watched_and_taken_over_unless_it_change
     other = now.lock(output)
     assert not start.try_take()
     assert not other.try_take()
-    assert "_run/lock is no lock that this version knows; waiting up to 60 s" in start.watched
+    assert "this version cannot read its _run/lock); waiting up to 60 s" in start.watched
     now.pass_by(lock.STALE_S)
     assert start.try_take()
     assert read_lock(output).run_id == "00000001"
     write_lock(output, b"beat 2")
-    with pytest.raises(RunError, match="is no lock that this version knows"):
+    with pytest.raises(RunError, match="this version cannot read its _run/lock"):
         other.try_take()
 
 
@@ -223,7 +223,7 @@ def test_a_driver_that_stands_still_while_it_writes_its_lock_blocks_nobody_in_si
     with pytest.raises(OSError, match="does not go on"):
         waiting.beat()
     now.pass_by(61)
-    with pytest.raises(RunError, match="which stands still: end it"):
+    with pytest.raises(RunError, match="which is suspended: end it"):
         waiting.try_take()
     os.close(handle)
     assert waiting.try_take()

@@ -102,7 +102,7 @@ def test_a_run_that_is_finished_with_errors_ends_the_same_when_it_is_started_aga
 
 def test_a_retry_says_which_error_rows_it_leaves_out(call, plan, finished):
     """A thousand null texts would be planned, read and refused again with every outage that is made good."""
-    left_out = "not tried again: 2 error rows whose `retryable` is false"
+    left_out = "not tried again: 2 error rows with `retryable` false"
     for flags, num_to_do, is_said in ((), 0, False), (["--retry-errors"], 0, True), (["--retry-errors=all"], 2, False):
         ended = plan(*arguments(finished, *flags)).exits(0)
         assert ended.stdout.startswith(f"{num_to_do} of 5 rows to do")
@@ -155,7 +155,7 @@ def test_a_run_whose_input_has_grown_says_how_to_do_what_is_new(again, plan, fol
     shutil.copytree(finished / "in", folder / "in")
     write_corpus(folder / "in" / "b.parquet", [TEXT, TEXT * 2], doc=["f", "g"])
     ended = again().exits(5)
-    assert f"give another output.path and input.except_done_in=['{folder / 'out'}']" in ended.stderr
+    assert f"choose another output.path and input.except_done_in=['{folder / 'out'}']" in ended.stderr
     new = ["--output", folder / "new", "--set", f"input.except_done_in=['{folder / 'out'}']"]
     assert "\n2 of 2 rows to do" in plan(*arguments(folder, *new)).exits(0).stdout, "the empty texts are still empty"
 
@@ -169,7 +169,7 @@ def test_a_night_on_which_only_known_failures_are_left_is_a_good_one(again, fold
     ended = again(*night).exits(0)
     said = "3 done before and unchanged, 2 failed before and would again, 0 changed, 0 new"
     assert ended.stderr.startswith(f"this run is about 0 of 5 rows: {said}")
-    assert "summaries: none, because there was nothing to do\n" in ended.stdout
+    assert "summaries: none, because nothing was left to do\n" in ended.stdout
     assert not (folder / "night" / "summaries").exists()
     report = read_json(folder / "night" / "report.json")
     counts = {"input": 5, "unchanged": 3, "failed_before": 2, "changed": 0, "new": 0, "selected": 0}
@@ -211,12 +211,12 @@ def test_a_night_that_is_complete_stays_so_when_its_files_are_replaced(again, fo
     write_corpus(folder / "bad" / "b.parquet", [TEXT], doc=["z"])
     (folder / "bad" / "a.parquet").unlink()
     ended = again(*night).exits(0)
-    assert "complete already, 2 rows: 0 done, 2 failed; files from which it chose its rows have changed" in ended.stderr
+    assert "complete already, 2 rows: 0 done, 2 failed; files that determined its rows have changed" in ended.stderr
     other = again(*night, "--set", "tree.nodes=5").exits(5)
     assert "\n  tree.nodes: 8 there, 5 here" in other.stderr
     (folder / "night" / "_SUCCESS").unlink()
     ended = again(*night).exits(5)
-    assert "files from which it chose its rows have changed or are gone: to do only what is new, give" in ended.stderr
+    assert "files that determined its rows have changed or are gone: to do only new rows, choose" in ended.stderr
     assert '\n  input file a.parquet: "2 rows' in ended.stderr
 
 

@@ -131,7 +131,7 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
         ("input.passthrough=[1]", "input.passthrough.0 must be a string, got 1"),
         ("tree={nodes: auto, max_nodes: 0}", "tree.max_nodes must be at least 1, got 0"),
         ("draft={kind: ngram, ngram: true, model: m}", "draft.model must not be set with draft.kind ngram"),
-        ("cache.recent=7", "cache.recent must be at least 8, tree.depth + 2"),
+        ("cache.recent=7", "cache.recent must be at least 8 (tree.depth + 2)"),
         ("job.stall_s=0", "job.stall_s must be above 0, got 0.0"),
         ("input.id_column=&a [*a]", "an alias is not taken, write the value itself"),
         (
@@ -185,7 +185,7 @@ def test_paths_may_hold_the_environment_and_the_date_of_the_run(config_file, tmp
     assert config.input.path == "s3://bucket/corpus/day=2026-11-21"
     assert config.output.path == str(tmp_path / "out" / "2026-11-21")
     assert config.input.except_done_in == (str(tmp_path / "out" / "*"),)
-    assert refusal(config_file, "input.path='${NO_SUCH}'").startswith("input.path has ${NO_SUCH}, which is not set")
+    assert refusal(config_file, "input.path='${NO_SUCH}'").startswith("input.path has ${NO_SUCH}, but it is not set")
     assert refusal(config_file, "output.path=/data/$HOME/out").startswith("output.path has $HOME; write ${HOME}")
 
 

@@ -177,12 +177,12 @@ REFUSED = [
     ((), ("--redo", "fnish_reason = 'x'"), "have no column 'fnish_reason'; did you mean finish_reason?"),
     ((), ("--redo", "count(summary) > 1"), "count() is not allowed"),
     ((), ("--redo", "summary > 1 + [2]"), "does not fit its columns"),
-    ((), ("--redo", CUT, "--redo-as", "../x"), "name '../x' with letters"),
-    (("output.column=other",), ("--redo", CUT), "let output.column, output.schema and tasks be what they were"),
+    ((), ("--redo", CUT, "--redo-as", "../x"), "'../x' becomes a folder"),
+    (("output.column=other",), ("--redo", CUT), "leave output.column, output.schema and tasks unchanged"),
     (("input.id_column=null",), ("--redo", CUT), "input.id_column is None, and was 'doc' for"),
     (("input.text_column=doc",), ("--redo", CUT), "input.text_column is 'doc', and was 'text' for"),
     (("input.passthrough=[message]",), ("--redo", CUT), "input.passthrough is ['message'], and was [] for"),
-    ((), ("--redo-as", "large"), "--redo-as names what --redo does again"),
+    ((), ("--redo-as", "large"), "--redo-as needs --redo"),
     (("input.redo=a > 1",), (), "input.redo and input.redo_in need each other"),
 ]
 

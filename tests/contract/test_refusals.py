@@ -191,8 +191,8 @@ def test_a_link_to_a_folder_elsewhere_is_refused(call, given, tmp_path, name):
         (["--output", "out"], "output.path must be an absolute path or a URI inside a submitted job"),
         (["--set", "target.model=./mine"], "target.model must be an absolute path or a URI inside a submitted job"),
         (["--set", "draft.model=models/mine"], "models/mine is not a local folder (name one by its absolute path)"),
-        (["--set", "draft.model=/tmp/_ray_pkg_1/mine"], "draft.model is in the copy of the project that was uploaded"),
-        (["--input", "/tmp/_ray_pkg_1/in"], "which Ray removes: give an absolute path that each node has, or a URI"),
+        (["--set", "draft.model=/tmp/_ray_pkg_1/mine"], "draft.model is in the project uploaded with the job"),
+        (["--input", "/tmp/_ray_pkg_1/in"], "a copy removed by Ray: give an absolute path valid on each node, or a URI"),
         (["--set", "target.model=/home/me/mine"], f"does not exist on {platform.node()}; a model is a Hub id, or a"),
     ],
 )
@@ -250,7 +250,7 @@ def test_an_empty_path_is_refused():
 def test_a_cluster_that_cannot_be_joined_is_said_in_one_line_and_holds_no_folder(corpus, tmp_path, monkeypatch):
     """At once, and the run had begun: the next start goes on with it. Before, it says which files each node needs."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    why = "nobody answers at 127.0.0.1:1 ([Errno 111] Connection refused); "
+    why = "no answer from 127.0.0.1:1 ([Errno 111] Connection refused); "
     model = ROOT / ".models" / "tiny-random" / "target"
     ended = summarize(*on(corpus, tmp_path / "out", "input.id_column=doc", f"target.model={model}")).exits(1)
     assert f"each node needs the same files at {model}, {corpus}" in ended.stderr.splitlines()

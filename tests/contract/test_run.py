@@ -173,7 +173,7 @@ def test_a_folder_of_another_run_is_refused_with_the_difference(output, call):
     """Another tree is another run, more workers are not."""
     others = settings(tree={"nodes": 5}, job={"workers": 2})
     said = call("--config", CONFIG, "--output", output, *others).exits(5).stderr
-    assert "belongs to another run; give another output.path, or restore what differs:" in said
+    assert "belongs to another run; choose another output.path, or undo these differences:" in said
     assert "tree.nodes: 8 there, 5 here" in said
     assert "input.passthrough" in said
     assert "workers" not in said
@@ -222,7 +222,7 @@ def test_a_run_that_is_ended_by_force_says_so_and_holds_no_folder(tmp_path, star
     process = start(*arguments, "--output", output, command=partial(dying_command, "HANG", 1))
     wait_for(lambda: parts(output) or process.poll() is not None, "part")
     process.send_signal(signal.SIGTERM)
-    assert "ended by force; what was committed is there" in end_of(process, 75)
+    assert "ended by force; committed work is kept" in end_of(process, 75)
     [attempt] = (output / "_run" / "attempts").iterdir()
     assert read_json(attempt)["exit_code"] == 75
     assert not (output / "_run" / "lock").exists()

@@ -143,7 +143,7 @@ def test_a_task_that_fails_leaves_the_answers_of_the_others(ask):
     assert remedy == """--redo "error_class = 'IncompleteAnswer'" --set decoding.max_new_tokens=28"""
     status = specextend("status", output).stdout
     assert "finished with errors: 0 of 4 rows done, 4 failed, 0 left" in status
-    assert "of these, 4 failed in some of their tasks" in status
+    assert "of these, 4 failed in some tasks" in status
     report = read_json(output / "report.json")
     assert (report["rows"]["errors"], report["partial"]) == (4, 4)
     assert report["errors"][0]["example_message"].startswith("task form: the answer ended")
@@ -194,7 +194,7 @@ def test_a_task_added_to_a_finished_run_is_decoded_alone(first, ask, tmp_path):
     for name, added in (("about", listed("about")), ("again", [*listed("about"), again])):
         tasks = [*listed(*first), *added]
         said, _ = ask("out", *gold, tasks=tasks)
-        assert f"tasks: {name} alone; the others are done" in said
+        assert f"tasks: only {name}; the others are done" in said
         found = rows(output / "added" / name / "summaries")
         assert [row[name] for row in found] == [row["about"] for row in rows(alone / "summaries")]
         said, _ = ask("out", *gold, tasks=tasks)
@@ -222,7 +222,7 @@ def test_a_task_is_not_added_where_its_rows_would_not_be_those_of_the_others(ask
     (output / "_SUCCESS").unlink()
     said, _ = ask("out", *all_but_one, code=2, tasks=three)
     [line] = said.splitlines()
-    assert "out has not ended: run it again with its own tasks alone" in line
+    assert "out has not ended: finish it with its present tasks" in line
     said, _ = ask("out", *all_but_one, "--set", "input.except_done_in=[x]", code=2, tasks=three)
     assert "chose its rows by input.except_done_in" in said
     ask("other", tasks=both)
@@ -322,7 +322,7 @@ BASE = {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": 
     [
         ({"tasks": ["question", {"name": "again", "base": "question"}]}, "two write the column answer"),
         ({"tasks": ["summary", {"output": {"column": "x"}}]}, "mappings with a `name`"),
-        ({"tasks": {"keywords": {}}}, "keywords has no keys; write its name alone"),
+        ({"tasks": {"keywords": {}}}, "keywords has no keys; write just its name"),
         ({"tasks": ["summary", {"name": "x", "target": {"model": "b"}}]}, "x has target; a task has prompt"),
         (
             {"tasks": ["summary", {"name": "x", "output": {"column": "x"}, "decoding": {"cache_gib": 9}}]},
@@ -330,7 +330,7 @@ BASE = {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": 
         ),
         (
             {"tasks": ["summary", "keywords"], "input": {"path": "in", "instruction_column": "ask"}},
-            "is about one task",
+            "need a single task",
         ),
         ({"tasks": ["summary", {"name": "x", "base": LISTING}]}, "x lists tasks itself"),
     ],
@@ -342,9 +342,9 @@ def test_what_tasks_cannot_be_is_refused_in_one_line(changes, message):
 def test_a_configuration_behind_a_list_of_tasks_changes_none_of_them_in_silence():
     """A limit, and a whole question, were not seen."""
     listing = {"tasks": ["translation", "summary", "facts"]}
-    with pytest.raises(ValueError, match=r"sets decoding\.max_new_tokens behind a list of tasks"):
+    with pytest.raises(ValueError, match=r"sets decoding\.max_new_tokens after a list of tasks"):
         RunConfig.load([BASE, listing, {"decoding": {"max_new_tokens": 4}}])
-    with pytest.raises(ValueError, match="behind a list of tasks"):
+    with pytest.raises(ValueError, match="after a list of tasks"):
         RunConfig.load([BASE, listing, "question"])
     assert RunConfig.load([BASE | listing, {"job": {"commit_every_s": 1}}]).tasks
 
@@ -362,7 +362,7 @@ def test_what_is_set_on_the_command_line_counts_for_every_task():
     assert {each.decoding.max_new_tokens for each in config.each_task.values()} == {7}
     assert RunConfig.load([config], ["decoding.seed=0"]) == config
     assert RunConfig.from_values(config.model_dump(mode="json")) == config
-    with pytest.raises(ValueError, match="a Summarizer answers one task"):
+    with pytest.raises(ValueError, match="a Summarizer takes a single task"):
         Summarizer(config)
     with pytest.raises(ValueError, match="tasksx"):
         RunConfig.load([BASE, {"tasks": ["summary", "keywords"]}], ["tasksx.y=1"])

@@ -167,7 +167,7 @@ def test_a_document_that_fails_alone_is_an_error_in_its_row(summarizer, engine):
     "changes, message",
     [
         ({"filter": "year > 2003"}, "input.filter chooses rows of files, not of batches: leave it out"),
-        ({"passthrough": ["stage"]}, "input.passthrough names stage, which is a column of the result"),
+        ({"passthrough": ["stage"]}, "input.passthrough names stage, also a column of the result"),
     ],
 )
 def test_options_that_no_batch_can_follow_are_refused_before_a_model_is_loaded(changes, message, pairs):

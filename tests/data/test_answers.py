@@ -47,7 +47,7 @@ BIG = 1413617112501850121
         ({"type": "number", "multipleOf": 2**53 + 1}, f"{2**53 + 1} is not decoded exactly"),
         ('{"const": 0.12345678901234567890}', "0.12345678901234567890 is not decoded exactly"),
         ('{"type": "integer", "maximum": 1e400}', "1E.400 is not decoded exactly"),
-        ('{"type": "string", "maxLength": 9, "maxLength": 8}', "two of the fields type, maxLength have one name"),
+        ('{"type": "string", "maxLength": 9, "maxLength": 8}', "two of the fields type, maxLength have the same name"),
         ({"type": "string", "nullable": True}, 'field a: nullable is no keyword .*: write type: \\[TYPE, "null"\\]'),
         ({"type": "array", "items": {"type": "string", "nullable": True}}, "field a: nullable is no keyword"),
         ({"$ref": "#/$defs/open"}, "field open.b: nullable is no keyword"),

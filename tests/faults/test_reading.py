@@ -137,7 +137,7 @@ def test_a_store_that_is_away_when_all_is_done_ends_the_run_for_now(job, monkeyp
     """Exit 2 would tell a scheduler that running again changes nothing."""
     run = job(TEXTS)
     during(run, lambda: patch.setattr(Source, "check_unchanged", answers_nothing), num_done=len(TEXTS))
-    with monkeypatch.context() as patch, pytest.raises(RunError, match=r"^503; what is done is kept$") as said:
+    with monkeypatch.context() as patch, pytest.raises(RunError, match=r"^503; finished work is kept$") as said:
         run.run()
     assert exit_code(said.value) == EXIT_FAILED
     run.screen.events.clear()

@@ -174,7 +174,7 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
     assert config.output.path == str(tmp_path / "out" / "my data")
     assert specextend("plan", "--config", "mine.yaml").stdout.startswith("3 of 3 rows to do")
     again = specextend("init", "my data", "--to", "mine.yaml")
-    assert again.line() == "error: mine.yaml is there already; name another file with --to"
+    assert again.line() == "error: mine.yaml exists already; name another file with --to"
     specextend("init", "my data", "--config", "tiny-random", "--config", "translation", "--to", "task.yaml").exits(0)
     own = [
         "input.path=my data",

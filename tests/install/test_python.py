@@ -76,7 +76,7 @@ def test_a_run_in_a_thread_can_be_cancelled(tmp_path, local_ray):
     thread = threading.Thread(target=lambda: results.append(specextend.run(values, cancel=cancel, progress=False)))
     thread.start()
     wait_for(lambda: parts(tmp_path / "out"), "commit")
-    with pytest.raises(ValueError, match=r"specextend.run goes on in another thread of this process"):
+    with pytest.raises(ValueError, match=r"specextend.run is active in another thread"):
         specextend.run(values, progress=False)
     cancel.set()
     thread.join(LONGEST_S)
@@ -92,7 +92,7 @@ def test_what_the_command_refuses_is_raised(corpus, tmp_path):
         specextend.run("tiny-random", settings={"tree.nods": 3})
     with pytest.raises(ValueError, match="no column 'body'"):
         specextend.run("tiny-random", input=corpus, output=tmp_path / "out", settings={"input.text_column": "body"})
-    with pytest.raises(ValueError, match="give --redo, too"):
+    with pytest.raises(ValueError, match="--redo-as needs --redo"):
         specextend.run("tiny-random", input=corpus, output=tmp_path / "out", redo_as="large")
 
 
@@ -136,4 +136,4 @@ def test_the_cells_of_the_notebook_run(tmp_path):
 def test_a_ray_that_was_imported_too_early_is_said(tmp_path):
     """It had read its variables by then: the private one would not have been private, and did not start."""
     ended = script(tmp_path, f"import ray, specextend\nspecextend.run({str(CONFIG)!r}, output='out')")
-    assert "call ray.init() before and the run takes that Ray" in ended.stderr.splitlines()[-1]
+    assert "call ray.init() first to use that Ray" in ended.stderr.splitlines()[-1]

@@ -43,7 +43,7 @@ def test_one_broken_gpu_of_eight_makes_no_error_row_and_is_left_out(tmp_path, in
     assert (left_out["host"], left_out["place"]) == ("host-1", "GPU 5")
     [note] = [note for note in screen.notes if "is left out" in note]
     assert "host-1 (GPU 5, H200) is left out" in note
-    assert "workers died there in a row and no document was done: the worker died: gone" in note
+    assert "workers died there in a row without a finished document: the worker died: gone" in note
 
 
 def test_documents_that_kill_are_found_beside_a_broken_gpu(tmp_path, interrupt):
