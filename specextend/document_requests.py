@@ -250,6 +250,39 @@ def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary | Docu
         return error
 
 
+TimedOutcome = tuple[Completion | DocumentError, float]
+"""Outcome of a request, and its time by `time.monotonic`."""
+
+
+class DecodedRow:
+    """A document in progress: its current round, and its start and end times."""
+
+    def __init__(self, rounds: Rounds):
+        self._rounds = rounds
+        self._began = math.inf
+        self.ended = 0.0
+        self.completions: list[Completion] = []
+        """Completions of all requests, in order."""
+        self.state = advance(rounds, None)
+
+    @property
+    def requests(self) -> Round:
+        """Return the requests of the current round; empty when done or failed."""
+        return self.state if isinstance(self.state, tuple) else ()
+
+    def advance(self, outcomes: Sequence[TimedOutcome]) -> None:
+        """Process the outcomes of the current round, in order."""
+        for outcome, at in outcomes:
+            self.ended = max(self.ended, at)
+            if isinstance(outcome, Completion):
+                self._began = min(self._began, at - outcome.stats.total_s)
+                self.completions.append(outcome)
+        if outcomes:
+            step = advance(self._rounds, [outcome for outcome, _ in outcomes])
+            total_s = self.ended - self._began
+            self.state = step.timed(total_s) if isinstance(step, Summary) else step
+
+
 def finished_row(
     config: RunConfig,
     row: Row,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -15,7 +14,7 @@ import pyarrow as pa
 import torch
 
 from specextend.config import Configs, RunConfig
-from specextend.core import Completion, DocumentKey, ReadOnly, Request, Values, mended
+from specextend.core import DocumentKey, ReadOnly, Request, Values, mended
 from specextend.data.answers import answer_columns, answer_fields
 from specextend.data.check import check_columns, check_names
 from specextend.data.confidence import CONFIDENCE, confidence_column, confidence_field
@@ -29,9 +28,9 @@ from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA, rows_table
 from specextend.decoding.device import is_device_error
 from specextend.decoding.engine import BatchError
 from specextend.document_requests import (
-    Rounds,
+    DecodedRow,
     Summary,
-    advance,
+    TimedOutcome,
     as_document_error,
     check_requests,
     finished_row,
@@ -39,9 +38,6 @@ from specextend.document_requests import (
     summarize,
 )
 from specextend.models.loading import load_engine
-
-_Timed = tuple[Completion | DocumentError, float]
-"""Outcome of a request, and its time."""
 
 
 class Summarizer:
@@ -149,14 +145,14 @@ class RowDecoder:
                 [replace(request, **changes) for request in in_order(requests)]
             )
             for document in documents:
-                document.advance(outcomes)
+                document.advance([outcomes[request.request_id] for request in document.requests])
         return documents
 
-    def _outcomes(self, requests: Sequence[Request]) -> dict[str, _Timed]:
+    def _outcomes(self, requests: Sequence[Request]) -> dict[str, TimedOutcome]:
         """Decode requests and return their outcomes. The members of a failed batch run again
         alone.
         """
-        outcomes: dict[str, _Timed] = {}
+        outcomes: dict[str, TimedOutcome] = {}
 
         def on_error(request_id: str, error: Exception) -> None:
             if is_device_error(error):
@@ -178,36 +174,6 @@ class RowDecoder:
                 )
                 groups += [[each] for each in open_ones if each.request_id in error.request_ids]
         return outcomes
-
-
-class DecodedRow:
-    """A document in progress: its current round, and its start and end times."""
-
-    def __init__(self, rounds: Rounds):
-        self._rounds = rounds
-        self.state = advance(rounds, None)
-        self.completions: list[Completion] = []
-        """Completions of its requests, in order."""
-        self.ended = 0.0
-        self._began = math.inf
-
-    @property
-    def requests(self) -> tuple[Request, ...]:
-        """Return the requests of the current round; empty when done or failed."""
-        return self.state if isinstance(self.state, tuple) else ()
-
-    def advance(self, outcomes: Mapping[str, _Timed]) -> None:
-        """Process the outcomes of the current round; `outcomes` may contain others."""
-        found = [outcomes[request.request_id] for request in self.requests]
-        for outcome, at in found:
-            self.ended = max(self.ended, at)
-            if isinstance(outcome, Completion):
-                self._began = min(self._began, at - outcome.stats.total_s)
-                self.completions.append(outcome)
-        if found:
-            step = advance(self._rounds, [outcome for outcome, _ in found])
-            total_s = self.ended - self._began
-            self.state = step.timed(total_s) if isinstance(step, Summary) else step
 
 
 def _failed(doc_id: str, error: DocumentError) -> Values:

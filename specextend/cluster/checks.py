@@ -77,17 +77,40 @@ class Prepared:
     manifest: Values
     """Manifest of this run; the recorded manifest if the output folder has the same run."""
     models: Models
-    notes: tuple[str, ...]
+    notes: list[str]
     """Messages about model revisions, model features and tasks that read documents again."""
     retry_errors: Retry = "none"
     """Error rows to retry."""
 
     @property
-    def prompts(self) -> Prompts:
-        """Return the prompts of the first task."""
-        return self.tasks[0].prompts
+    def hashes(self) -> dict[str, str]:
+        """Return the hashes of the models by name."""
+        found: dict[str, str] = self.manifest["identity"]["hashes"]
+        return found
 
 
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Convert errors to RefusedError, or to RunError if a later try may succeed."""
+    try:
+        yield
+    except RunError:
+        raise
+    except (InputUnreachableError, HubUnreachableError) as error:
+        raise RunError(str(error)) from error
+    except ValueError as error:
+        raise RefusedError(first_line(error)) from error
+    except OSError as error:
+        if not is_passing(error):
+            raise RefusedError(first_line(error)) from error
+        raise RunError(_run_again(error)) from error
+
+
+def _run_again(error: OSError) -> str:
+    return f"{first_line(error).removesuffix('; run again')}; run again"
+
+
+@_refusals()
 def prepare(
     config: RunConfig,
     checkpoint: Checkpoint = lambda: None,
@@ -106,55 +129,63 @@ def prepare(
         OtherRunError: The output folder holds a run with other options.
         RunError: A store or the Hub does not answer.
     """
-    with _refusals():
-        output = resolve(config.output.path)
-        check_kinds(output)
+    output = resolve(config.output.path)
+    check_kinds(output)
     recorded = read_recorded(output)
-    with _refusals():
-        begun = _begun_selection(config, recorded)
-        only = None if begun is None else begun["identity"]["files"]
-        each_task = config.each_task.values()
-        templates = [each.prompt.template for each in each_task]
-        rules = {name for each in each_task for name in each.output.rule_columns}
-        source = open_source(config.input, config.output, only, templates, rules)
-        for each in each_task:
-            check_rules(each.output, source.passthrough_fields)
-        config = config.model_copy(update={"input": source.options})
-        columns = text_columns(config.model_dump(mode="json"))
-        check_task_columns(config.input.copied_columns, columns)
-        check_gold(config.input.gold, source.passthrough_fields, columns)
-        config, models, notes = pin_models(config, (recorded or {}).get("models", {}))
-        draft = config.active_draft
-        facts = check_pair(config.target, draft)
-        asks = [*describe_asks(facts)]
-        if asks:
-            models["target"]["asks"] = asks[0]
-        scored_layers(config.cache, facts.layers)
-        tokenizer = load_tokenizer(config.target.model)
-        known = (recorded or {"identity": {"config": {}}})["identity"]["config"].get(
-            f"prompt.template_options.{CLOCK}"
-        )
-        config = config.model_copy(update={"prompt": with_time(config.prompt, tokenizer, known)})
-        tasks = tasks_of(config, tokenizer, config.max_tokens(facts.context_length))
-        _check_cache(config, facts)
-        for task in tasks:
-            _check_task(task, tokenizer, facts)
-        values = config.model_dump(mode="json")
-        _check_same_options(output, recorded, build_manifest(source, values, {}, models))
-        hashes = pair_hashes(config.target, draft)  # slow: reads all weights
-        if begun is not None:
-            source = recall_selection(source, output, begun)
-        else:
-            whole = build_manifest(source, values, hashes, models)
-            earlier, notes_on_earlier = find_earlier(
-                config.input.except_done_in, output, whole, checkpoint
-            )
-            source = select_rows(source, earlier, notes_on_earlier, checkpoint)
-        manifest = build_manifest(source, values, hashes, models)
+    begun = _begun_selection(config, recorded)
+    source = _open_input(config, begun)
+    before = recorded or {"models": {}, "identity": {"config": {}}}
+    pinned, models, notes = pin_models(config, before.get("models", {}))
+    config = config.model_copy(update={"input": source.options, **pinned})
+    draft = config.active_draft
+    facts = check_pair(config.target, draft)
+    for asks in describe_asks(facts):
+        models["target"]["asks"] = asks
+        notes.append(asks)
+    notes += describe_features(draft, facts.num_layers)
+    scored_layers(config.cache, facts.layers)
+    tokenizer = load_tokenizer(config.target.model)
+    clock = before["identity"]["config"].get(f"prompt.template_options.{CLOCK}")
+    config = config.model_copy(update={"prompt": with_time(config.prompt, tokenizer, clock)})
+    tasks = tasks_of(config, tokenizer, config.max_tokens(facts.context_length))
+    _check_cache(config, facts)
+    for task in tasks:
+        _check_task(task, tokenizer, facts)
+    values = config.model_dump(mode="json")
+    if recorded is not None:  # compare options before the slow hashing of weights
+        here = build_manifest(source, values, {}, models)
+        _check_same(output, _options_alone(recorded), _options_alone(here), config)
+    hashes = pair_hashes(config.target, draft)
+    if begun is None:
+        whole = build_manifest(source, values, hashes, models)
+        earlier = find_earlier(config.input.except_done_in, output, whole, checkpoint)
+        source = select_rows(source, *earlier, checkpoint)
+    else:
+        source = recall_selection(source, output, begun)
+    manifest = build_manifest(source, values, hashes, models)
     if recorded is not None and not differences(recorded, manifest):
         manifest = recorded
-    notes = (*notes, *asks, *describe_features(draft, facts.num_layers), *_that_read_again(tasks))
+    notes += _that_read_again(tasks)
     return Prepared(config, output, source, facts, tasks, manifest, models, notes, retry_errors)
+
+
+def _open_input(config: RunConfig, begun: Values | None) -> Source:
+    """Open the input, and check the columns that the tasks use or write."""
+    each_task = config.each_task.values()
+    source = open_source(
+        config.input,
+        config.output,
+        None if begun is None else begun["identity"]["files"],
+        [each.prompt.template for each in each_task],
+        {name for each in each_task for name in each.output.rule_columns},
+    )
+    for each in each_task:
+        check_rules(each.output, source.passthrough_fields)
+    config = config.model_copy(update={"input": source.options})
+    columns = text_columns(config.model_dump(mode="json"))
+    check_task_columns(source.options.copied_columns, columns)
+    check_gold(source.options.gold, source.passthrough_fields, columns)
+    return source
 
 
 def _that_read_again(tasks: list[Task]) -> Iterator[str]:
@@ -192,13 +223,12 @@ def _check_room_for_an_answer(config: RunConfig, tokenizer: Any) -> None:
         )
 
 
+@_refusals()
 def check_machine(config: RunConfig) -> None:
     """Raise RefusedError if a private Ray on this machine could not run any worker."""
     if is_local():
         check_resources(config.job)
-        with _refusals():
-            device = target_device(config.target, config.job.device)
-            load_backend(config.attention.backend, device)
+        load_backend(config.attention.backend, target_device(config.target, config.job.device))
 
 
 def needed_on_each_node(config: RunConfig) -> list[str]:
@@ -221,27 +251,6 @@ def _begun_selection(config: RunConfig, recorded: Values | None) -> Values | Non
     return recorded if has_chosen and config.input.depends_on_runs else None
 
 
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Convert errors to RefusedError, or to RunError if a later try may succeed."""
-    try:
-        yield
-    except RunError:
-        raise
-    except (InputUnreachableError, HubUnreachableError) as error:
-        raise RunError(str(error)) from error
-    except ValueError as error:
-        raise RefusedError(first_line(error)) from error
-    except OSError as error:
-        if not is_passing(error):
-            raise RefusedError(first_line(error)) from error
-        raise RunError(_run_again(error)) from error
-
-
-def _run_again(error: OSError) -> str:
-    return f"{first_line(error).removesuffix('; run again')}; run again"
-
-
 def read_recorded(output: Location) -> Values | None:
     """Read the manifest in the output folder; None if there is none.
 
@@ -259,14 +268,14 @@ def read_recorded(output: Location) -> Values | None:
         raise RunError(f"{output.path} cannot be read: {_run_again(error)}") from error
 
 
-def pin_models(config: RunConfig, recorded: ReadOnly) -> tuple[RunConfig, Models, tuple[str, ...]]:
+def pin_models(config: RunConfig, recorded: ReadOnly) -> tuple[Values, Models, list[str]]:
     """Replace branches and tags by commits, so that every worker loads the same files.
 
     Args:
         recorded: Models of the run's manifest, whose commits are kept.
 
     Returns:
-        The pinned configuration, the models for the manifest, and notes for the user.
+        The changed sections, the models for the manifest, and notes for the user.
 
     Raises:
         ModelError: A revision cannot be resolved.
@@ -288,7 +297,7 @@ def pin_models(config: RunConfig, recorded: ReadOnly) -> tuple[RunConfig, Models
             notes.append(
                 f"{name} {on_hub} ({revision or 'default branch'}) is commit {commit}{begun}"
             )
-    return config.model_copy(update=changed), models, tuple(notes)
+    return changed, models, notes
 
 
 def _check_run(config: RunConfig, prompts: Prompts) -> None:
@@ -317,27 +326,35 @@ def _check_cache(config: RunConfig, facts: ModelFacts) -> None:
         )
 
 
-def _check_same_options(output: Location, recorded: Values | None, here: Values) -> None:
-    """Compare options before the slow hashing of weights. Raise OtherRunError if they differ."""
-    if recorded is not None:
-        without: Values = {"files": {}, "hashes": {}, "selection": None}
-        there, here = (each | {"identity": each["identity"] | without} for each in (recorded, here))
-        if lines := differences(there, here):
-            raise OtherRunError(_say_other_run(output, there, here, lines))
+def _options_alone(manifest: Values) -> Values:
+    """Return a manifest without the weights and the rows."""
+    without: Values = {"files": {}, "hashes": {}, "selection": None}
+    return manifest | {"identity": manifest["identity"] | without}
 
 
-def _say_other_run(
-    output: Location,
-    recorded: Values,
-    here: Values,
-    lines: list[str],
-    said: str = "choose another output.path, or undo these differences:",
-) -> str:
-    tasks = [_tasks_there(each) for each in (recorded, here)]
-    if tasks[0] != tasks[1]:
-        names = [", ".join(each) or "one" for each in tasks]
-        lines = [f"tasks: {names[0]} there, {names[1]} here"]
-    return "\n  ".join([f"{output.path} belongs to another run; {said}", *lines])
+def _check_same(output: Location, recorded: Values, here: Values, config: RunConfig) -> None:
+    """Raise OtherRunError if two manifests differ."""
+    if not (lines := differences(recorded, here)):
+        return
+    said = "choose another output.path, or undo these differences:"
+    if _are_about_input(lines):
+        what = "its input has changed"
+        leaving_out = f" and input.except_done_in=['{config.output.path}']"
+        if config.input.except_done_in:
+            what = "files that determined its rows have changed or are gone"
+            leaving_out = ""
+        said = (
+            f"{what}: to do only new rows, choose another output.path{leaving_out}; to resume, "
+            "undo these differences:"
+        )
+    there, now = (", ".join(_tasks_there(each)) or "one" for each in (recorded, here))
+    if there != now:
+        lines = [f"tasks: {there} there, {now} here"]
+    raise OtherRunError("\n  ".join([f"{output.path} belongs to another run; {said}", *lines]))
+
+
+def _are_about_input(lines: list[str]) -> bool:
+    return bool(lines) and all(line.startswith(ABOUT_INPUT) for line in lines)
 
 
 def check_same_run(prepared: Prepared) -> bool:
@@ -349,17 +366,13 @@ def check_same_run(prepared: Prepared) -> bool:
     recorded = read_recorded(prepared.output)
     if recorded is None:
         return False
-    if lines := differences(recorded, prepared.manifest):
-        is_input = all(line.startswith(ABOUT_INPUT) for line in lines)
-        said = [_say_other_input(prepared)] if is_input else []
-        raise OtherRunError(
-            _say_other_run(prepared.output, recorded, prepared.manifest, lines, *said)
-        )
+    _check_same(prepared.output, recorded, prepared.manifest, prepared.config)
     with _refusals():
         check_results(prepared.output, len(recorded["identity"]["files"]))
     return True
 
 
+@_refusals()
 def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig:
     """Return a run of the tasks missing from a finished run, in its folder `added`.
 
@@ -371,12 +384,10 @@ def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig
     Raises:
         RefusedError: The run has not ended, or the tasks cannot be added.
     """
-    with _refusals():
-        output = resolve(config.output.path)
+    output = resolve(config.output.path)
     if (recorded := read_recorded(output)) is None:
         return config
-    with _refusals():
-        added = [each.name for each in inner_runs(output, ADDED)]
+    added = [each.name for each in inner_runs(output, ADDED)]
     done = _tasks_there(recorded) or [
         name
         for name, each in config.each_task.items()
@@ -409,12 +420,12 @@ def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig
         if {*names} < {*left}:
             _check_ended(config.of_tasks(names, _place_of_added(config, names)))
             left = [name for name in left if name not in names]
-    with _refusals():
-        inner_run(output, ADDED, "+".join(left))
+    inner_run(output, ADDED, "+".join(left))
     say(f"tasks: only {', '.join(left)}; the others are done")
     return config.of_tasks(left, _place_of_added(config, left))
 
 
+@_refusals()
 def redo(config: RunConfig, condition: str | None, name: str | None) -> RunConfig:
     """Return a run that repeats rows of a finished run, in its folder `redone`.
 
@@ -427,31 +438,28 @@ def redo(config: RunConfig, condition: str | None, name: str | None) -> RunConfi
     """
     if condition is None:
         if name is not None:
-            raise RefusedError("--redo-as names what --redo does again: give --redo, too")
+            raise RefusedError("--redo-as needs --redo")
         return config
     name = name or "again"
-    with _refusals():
-        output = resolve(config.output.path)
-        recorded = read_recorded(output)
-        if recorded is None:
-            raise RefusedError(f"--redo: {output.path} holds no run")
-        if not re.fullmatch(r"\w[\w-]*", name):
-            raise RefusedError(
-                f"--redo-as: {name!r} becomes a folder, so use letters, digits, - and _"
-            )
-        there, here = map(text_columns, (recorded["config"], config.model_dump(mode="json")))
-        # of a data set, the column with the pages is not known yet
-        if there != here._replace(has_pages=there.has_pages):
-            raise RefusedError(
-                f"--redo: results have the columns of {output.path}, so leave output.column, "
-                "output.schema and tasks unchanged"
-            )
-        inner_run(output, REDONE, name)
-        path = config.output.path
-        # earlier runs no longer matter: the run at `path` has covered their rows
-        chosen = replace(config.input, except_done_in=(), redo=condition, redo_in=path)
-        output_options = replace(config.output, path=path_below(path, f"{REDONE}/{name}"))
-        return config.model_copy(update={"input": chosen, "output": output_options})
+    output = resolve(config.output.path)
+    recorded = read_recorded(output)
+    if recorded is None:
+        raise RefusedError(f"--redo: {output.path} holds no run")
+    if not re.fullmatch(r"\w[\w-]*", name):
+        raise RefusedError(f"--redo-as: {name!r} becomes a folder, so use letters, digits, - and _")
+    there, here = map(text_columns, (recorded["config"], config.model_dump(mode="json")))
+    # of a data set, the column with the pages is not known yet
+    if there != here._replace(has_pages=there.has_pages):
+        raise RefusedError(
+            f"--redo: results have the columns of {output.path}, so leave output.column, "
+            "output.schema and tasks unchanged"
+        )
+    inner_run(output, REDONE, name)
+    path = config.output.path
+    # earlier runs no longer matter: the run at `path` has covered their rows
+    chosen = replace(config.input, except_done_in=(), redo=condition, redo_in=path)
+    output_options = replace(config.output, path=path_below(path, f"{REDONE}/{name}"))
+    return config.model_copy(update={"input": chosen, "output": output_options})
 
 
 def _place_of_added(config: RunConfig, names: list[str]) -> str:
@@ -478,28 +486,13 @@ def _check_ended(config: RunConfig) -> RunConfig:
     return prepared.config
 
 
-def _say_other_input(prepared: Prepared) -> str:
-    """Explain how to continue when only the input has changed."""
-    config = prepared.config
-    what = "its input has changed"
-    leaving_out = f" and input.except_done_in=['{config.output.path}']"
-    if config.input.except_done_in:
-        what = "files that determined its rows have changed or are gone"
-        leaving_out = ""
-    return (
-        f"{what}: to do only new rows, choose another output.path{leaving_out}; to resume, "
-        "undo these differences:"
-    )
-
-
 def counts_of_ended(prepared: Prepared) -> Counts | None:
     """Return the counts of a complete run if only its input has changed since, else None."""
     recorded = read_recorded(prepared.output)
     is_retry = prepared.retry_errors != "none"
     if is_retry or recorded is None or _begun_selection(prepared.config, recorded) is None:
         return None
-    lines = differences(recorded, prepared.manifest)
-    is_input = bool(lines) and all(line.startswith(ABOUT_INPUT) for line in lines)
+    is_input = _are_about_input(differences(recorded, prepared.manifest))
     return read_success(prepared.output) if is_input else None
 
 

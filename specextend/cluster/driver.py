@@ -38,7 +38,7 @@ from specextend.cluster.records import Committer, StartRecord, say_failed, task_
 from specextend.cluster.scheduler import PAUSE_S, Scheduler
 from specextend.cluster.workers import Pool, Roster
 from specextend.config import JobOptions
-from specextend.core import DocumentKey, counted
+from specextend.core import DocumentKey, Values, counted
 from specextend.data.inputs import DocumentError, InputUnreachableError
 from specextend.data.parquet import DAMAGED
 from specextend.data.run_folder import RELEASED
@@ -150,7 +150,7 @@ class Driver:
     def _let_go(self, worker: str) -> None:
         self.display.event("worker_released", worker=worker)
         self.pool.kill(worker)
-        self.record.worker_gone(worker, RELEASED)
+        self.record.note(worker, "gone", reason=RELEASED)
         self.roster.let_go(worker)
 
     def _collect(self, timeout_s: float) -> None:
@@ -176,17 +176,13 @@ class Driver:
         parts = [f"no token for {self.job.silence_s:.0f} s: {workers} ready"]
         leased = [held.lease.key for held in self.scheduler.held.values()]
         waiting = self.scheduler.first_waiting(MOST_NAMES)
-        num_waiting = self.scheduler.num_waiting
         for begin, keys, num in (
             ("at work on", leased, len(leased)),
-            ("waiting:", waiting, num_waiting),
+            ("waiting:", waiting, self.scheduler.num_waiting),
         ):
+            names = ", ".join(map(self.source.place, keys[:MOST_NAMES]))
             more = f" and {num - MOST_NAMES} more" if num > MOST_NAMES else ""
-            parts += (
-                [f"{begin} {', '.join(map(self.source.place, keys[:MOST_NAMES]))}{more}"]
-                if keys
-                else []
-            )
+            parts += [f"{begin} {names}{more}"] * bool(num)
         raise RunError("; ".join([*parts, "finished work is kept, run again"]))
 
     def _enforce(self, now: float) -> None:
@@ -217,11 +213,11 @@ class Driver:
         match event:
             case Begun(worker):
                 self.roster.begun(worker)
-                self.record.worker_begun(worker)
+                self.record.note(worker, "begun")
             case Ready(worker, info):
                 self._ready(worker, info, now)
             case StartFailed(worker, reason):
-                self.record.worker_gone(worker, reason)
+                self.record.note(worker, "gone", reason=reason)
                 pause = self.roster.failed(worker, reason, now)
                 message = f"{worker} could not be built, next try in {pause:.0f} s: {reason}"
                 self.display.note(message, "worker_failed_to_start", worker=worker, reason=reason)
@@ -238,7 +234,7 @@ class Driver:
     def _ready(self, worker: str, info: WorkerInfo, now: float) -> None:
         """Register a ready worker. Leave its place out if too many workers have died there."""
         self.roster.ready(worker)
-        self.record.worker_ready(worker, info)
+        self.record.note(worker, "ready", **info._asdict())
         device = ", ".join(info.accelerators) or f"seat {self.roster.seat(worker)}"
         place = Place(info.host, device)
         facts: dict[str, Fact] = {"worker": worker, "host": info.host, "place": device}
@@ -292,20 +288,30 @@ class Driver:
             return
         self.scheduler.finish(lease.lease_id)
         failure = task_error(outcome.row)
-        if failure is None:
-            self._errors.done()
-        else:
-            say_failed(self.display, lease.key, failure, lease.attempt, worker)
-            self._errors.failed(failure)
+        self._close(lease.key, outcome.row, failure, lease.attempt, worker, outcome.stats)
         self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
         self._note_memory(worker, outcome.used_gib)
         self._note_speedup(worker, outcome.speedup)
-        self.committer.add(outcome.row)
-        self.ledger.finish(lease.key, outcome.stats, has_failed=failure is not None)
-        self.count(outcome.stats)
         if not self._is_doubted and (doubt := self.ledger.doubt):
             self._is_doubted = True
             self.display.note(f"warning: {doubt}", "draft_doubted")
+
+    def _close(
+        self,
+        key: DocumentKey,
+        row: Values,
+        failure: DocumentError | None,
+        attempt: int,
+        worker: str,
+        stats: DecodingStats | None = None,
+    ) -> None:
+        """Commit the row of a document, and count and report its end."""
+        if failure is not None:
+            say_failed(self.display, key, failure, attempt, worker)
+        self._errors.count(failure)
+        self.committer.add(row)
+        self.ledger.finish(key, stats, has_failed=failure is not None)
+        self.count(stats)
 
     def _note_memory(self, worker: str, used_gib: float) -> None:
         """Record a worker's peak memory and report the first value next to the plan."""
@@ -318,9 +324,8 @@ class Driver:
 
     def _note_speedup(self, worker: str, speedup: float | None) -> None:
         """Record the speedup of a draft trial, and report a worker that stops drafting."""
-        if not self.record.worker_tried(worker, speedup) or speedup is None:
-            return
-        if speedup < LEAST_SPEEDUP:
+        is_new = self.record.worker_tried(worker, speedup)
+        if is_new and speedup is not None and speedup < LEAST_SPEEDUP:
             pause = counted(DECIDED_DOCUMENTS, "document")
             said = (
                 f"{worker} drafts no more for {pause}: drafts made it {speedup:.2f} times as fast "
@@ -366,7 +371,7 @@ class Driver:
             self.scheduler.leave(worker, "WorkerDied", f"the worker died: {reason}")
 
     def _gone(self, worker: str, reason: str) -> None:
-        self.record.worker_gone(worker, reason)
+        self.record.note(worker, "gone", reason=reason)
         is_explained = self.scheduler.workers[worker].holds_struck
         self.roster.died(worker, reason, is_explained=is_explained)
 
@@ -376,11 +381,8 @@ class Driver:
             if not error.doc_id:
                 name = self.source.place if self._is_stopping else self.source.doc_id
                 error.doc_id = name(key)
-            say_failed(self.display, key, error, attempts, worker)
-            self.committer.add(failed_row(key, error, attempts, self.pool.earlier(key)))
-            self._errors.failed(error)
-            self.ledger.finish(key, None)
-            self.count(None)
+            row = failed_row(key, error, attempts, self.pool.earlier(key))
+            self._close(key, row, error, attempts, worker)
 
 
 def is_damaged_row(source: Source, key: DocumentKey) -> bool:

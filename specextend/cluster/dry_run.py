@@ -236,9 +236,7 @@ def calibrate(
         raise RefusedError(f"{_NEEDS}, but got {len(sample)}")
     begin = time.monotonic()
     size = decoding.batch_size
-    checked = partial(
-        checked_engine, factory=factory, hashes=prepared.manifest["identity"]["hashes"]
-    )
+    checked = partial(checked_engine, factory=factory, hashes=prepared.hashes)
     with connected(interrupt):
         config = settle_cores(config)
         actor = start_worker(config.job)

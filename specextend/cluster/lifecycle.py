@@ -165,8 +165,8 @@ class _LockedRun:
         """Finish the run and return its exit code. Raises as `input_errors`."""
         output = self.prepared.output
         display = self.display
-        display.begin(self.lock.run_id)
-        display.event("run_started", host=socket.gethostname(), pid=os.getpid())
+        host = socket.gethostname()
+        display.event("run_started", run=self.lock.run_id, host=host, pid=os.getpid())
         with writing(output):
             for folder in run_folders(output):
                 remove_temporary_files(folder)  # left by killed drivers
@@ -313,7 +313,7 @@ class _LockedRun:
         row = None
         try:
             row = self.prepared.source.read(key)
-            self.prepared.prompts.room(
+            self.prepared.tasks[0].prompts.room(
                 row.max_new_tokens or self.prepared.config.decoding.max_new_tokens
             )
         except DocumentError as error:
@@ -394,11 +394,7 @@ class _LockedRun:
             pool=Pool(
                 config,
                 source,
-                partial(
-                    checked_engine,
-                    factory=self.factory,
-                    hashes=self.prepared.manifest["identity"]["hashes"],
-                ),
+                partial(checked_engine, factory=self.factory, hashes=self.prepared.hashes),
                 early,
                 earlier,
             ),

@@ -239,16 +239,13 @@ class ErrorGuard:
         self._failed: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
 
-    def done(self) -> None:
-        """Count a finished document."""
-        self._num_done += 1
-
-    def failed(self, error: DocumentError) -> None:
-        """Count a failed document, unless its content is at fault."""
-        if error.stage in ("read", "prompt") and not error.retryable:
-            return
-        self._failed[error.error_class] += 1
-        self._examples.setdefault(error.error_class, f"{error.doc_id}: {error.message}")
+    def count(self, error: DocumentError | None) -> None:
+        """Count a document, finished or failed, unless its content is at fault."""
+        if error is None:
+            self._num_done += 1
+        elif error.retryable or error.stage not in ("read", "prompt"):
+            self._failed[error.error_class] += 1
+            self._examples.setdefault(error.error_class, f"{error.doc_id}: {error.message}")
 
     def check(self) -> None:
         """Raise RunError if too many of the finished documents have failed."""
@@ -329,9 +326,6 @@ class Display:
     def __init__(self, write: Callable[[str], object]):
         self._write, self._pace = write, Pace(LINE_EVERY_S)
 
-    def begin(self, run_id: str) -> None:
-        """Set the id of this start."""
-
     def show(self, snapshot: Snapshot, now: float) -> None:
         """Report the progress, at most every `LINE_EVERY_S` seconds."""
         if self._pace.is_due(now):
@@ -384,14 +378,12 @@ class JsonDisplay(Display):
     and `attempt`.
     """
 
-    _run_id: str | None = None
-
-    def begin(self, run_id: str) -> None:
-        """Set the id for all following lines."""
-        self._run_id = run_id
+    _run_id: Fact = None
+    """Fact `run` of the last event that had it."""
 
     def event(self, name: str, message: str = "", /, **facts: Fact) -> None:
         """Write a line of ASCII. Facts with None or NaN are left out."""
+        self._run_id = facts.get("run", self._run_id)
         head = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "run": self._run_id,

@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS, writing
 from specextend.cluster.lock import LockHolder, OutputLock, read_lock
-from specextend.cluster.messages import Place, Tried, WorkerInfo
+from specextend.cluster.messages import Place, Tried
 from specextend.core import DocumentKey, ReadOnly, Values, counted, printable
 from specextend.data.commits import CommitWriter, Progress, read_commits
 from specextend.data.fingerprint import num_input_rows, read_manifest
@@ -115,38 +115,30 @@ class StartRecord:
         self._workers[worker] = {"worker": worker, "seat": seat, "asked": self._now(), **unknown}
         self.is_changed = True
 
-    def worker_begun(self, worker: str) -> None:
-        """Record the start of a worker's process."""
-        self._note(worker, begun=self._now())
-
-    def worker_ready(self, worker: str, info: WorkerInfo) -> None:
-        """Record a worker with loaded models."""
-        self._note(worker, ready=self._now(), **info._asdict())
+    def note(self, worker: str, event: Literal["begun", "ready", "gone"], **facts: Any) -> None:
+        """Record the time of an event of a worker, and facts about it."""
+        self._add(worker, **{event: self._now()}, **facts)
 
     def worker_used(self, worker: str, gib: float) -> bool:
         """Record the peak memory of a worker; return True for the first value of any worker."""
         if gib <= (self._workers[worker]["used_gib"] or 0.0):
             return False
         is_first = not any(each["used_gib"] for each in self._workers.values())
-        self._note(worker, used_gib=gib)
+        self._add(worker, used_gib=gib)
         return is_first
 
     def worker_tried(self, worker: str, speedup: float | None) -> bool:
         """Record the speedup of a worker's last draft trial; return True if it has changed."""
         if speedup == self._workers[worker]["speedup"]:
             return False
-        self._note(worker, speedup=speedup)
+        self._add(worker, speedup=speedup)
         return True
-
-    def worker_gone(self, worker: str, reason: str) -> None:
-        """Record the end of a worker."""
-        self._note(worker, gone=self._now(), reason=reason)
 
     def workers_released(self) -> None:
         """Record the regular end of all remaining workers."""
         for worker, entry in self._workers.items():
             if entry["gone"] is None:
-                self.worker_gone(worker, RELEASED)
+                self.note(worker, "gone", reason=RELEASED)
 
     @property
     def planned_gib(self) -> float:
@@ -180,7 +172,7 @@ class StartRecord:
         write_bytes(self._file, json.dumps(self._contents(), indent=2).encode())
         self.is_changed = False
 
-    def _note(self, worker: str, **facts: Any) -> None:
+    def _add(self, worker: str, **facts: Any) -> None:
         self._workers[worker] |= facts
         self.is_changed = True
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import math
 import os
 import sys
 import threading
@@ -34,10 +33,11 @@ from specextend.data.source import Source
 from specextend.decoding.device import device_name, is_device_error, peak_bytes
 from specextend.decoding.engine import BatchError, Engine
 from specextend.document_requests import (
+    DecodedRow,
     Inbox,
     Summary,
     Task,
-    advance,
+    TimedOutcome,
     answer,
     as_document_error,
     finished_row,
@@ -134,17 +134,28 @@ class Worker:
         """
         received = time.monotonic()
         self._loop = loop = asyncio.get_running_loop()
-        row: Row | None = None
+        in_reader = partial(loop.run_in_executor, self._reader)
         try:
-            row = await loop.run_in_executor(self._reader, self._read, key)
-            summary = await self._summarize(row, lease_id, alone, earlier)
-        except SuspectedError as error:
-            return error
+            row = await in_reader(self._read_row, key)
+            document = await in_reader(DecodedRow, answer(self._tasks, row, lease_id, earlier))
+            while requests := document.requests:
+                if alone:
+                    outcomes = [await self._decode(request) for request in requests]
+                else:
+                    outcomes = await asyncio.gather(*map(self._decode, requests))
+                for outcome, _ in outcomes:
+                    if isinstance(outcome, SuspectedError):
+                        return outcome
+                await in_reader(document.advance, outcomes)
         except DocumentError as error:
-            return with_document(error, row)
+            return error
         finally:
             self._decoded.pop(lease_id, None)
-        times = {"received": received, "ended": time.monotonic()}
+        summary = document.state
+        if not isinstance(summary, Summary):
+            assert isinstance(summary, DocumentError), "all rounds are done"
+            return with_document(summary, row)
+        times = {"received": received, "ended": document.ended}
         make = partial(
             finished_row, self._config, row, summary, **times, worker=self._name, attempts=attempt
         )
@@ -158,43 +169,19 @@ class Worker:
             outputs[request_id.partition(":")[0]] += num_tokens
         return WorkerReport(self._engine.num_steps, dict(outputs))
 
-    def _read(self, key: DocumentKey) -> Row:
+    def _read_row(self, key: DocumentKey) -> Row:
         try:
             return self._source.read(key)
         except (InputError, *DAMAGED) as error:
             raise DocumentError(type(error).__name__, str(error), retryable=True) from error
 
-    async def _summarize(
-        self, row: Row, lease_id: str, alone: bool, earlier: Earlier | None
-    ) -> Summary:
-        """Decode the requests of a document, round by round. Raises DocumentError."""
-        loop = asyncio.get_running_loop()
-        rounds = answer(self._tasks, row, lease_id, earlier)
-        began = math.inf
-        outcomes: list[RequestOutcome] | None = None
-        while True:
-            step = await loop.run_in_executor(self._reader, advance, rounds, outcomes)
-            if isinstance(step, DocumentError):
-                raise step
-            if isinstance(step, Summary):
-                return step.timed(time.monotonic() - began)
-            if alone:
-                outcomes = [await self._decode(request) for request in step]
-            else:
-                outcomes = await asyncio.gather(*map(self._decode, step))
-            for outcome in outcomes:
-                if isinstance(outcome, SuspectedError):
-                    raise outcome
-                if isinstance(outcome, Completion):
-                    began = min(began, time.monotonic() - outcome.stats.total_s)
-
-    async def _decode(self, request: Request) -> RequestOutcome:
+    async def _decode(self, request: Request) -> TimedOutcome:
         """Queue a request and wait for its outcome."""
         future: asyncio.Future[RequestOutcome] = asyncio.get_running_loop().create_future()
         self._waiting[request.request_id] = future
         self._inbox.put(request)
         try:
-            return await future
+            return await future, time.monotonic()
         except asyncio.CancelledError:
             if not self._inbox.remove(request.request_id):
                 self._engine.cancel(request.request_id)

@@ -26,15 +26,11 @@ class Screen:
 
     notes: list[str] = field(default_factory=list)
     events: list[tuple[str, dict[str, Fact]]] = field(default_factory=list)
-    run_id: str = ""
     on_show: Callable[[Snapshot], None] = lambda snapshot: None
     on_event: Callable[[str, dict[str, Fact]], None] = lambda name, facts: None
 
     def show(self, snapshot, now):
         self.on_show(snapshot)
-
-    def begin(self, run_id):
-        self.run_id = run_id
 
     note = Display.note
 

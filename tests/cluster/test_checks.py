@@ -80,7 +80,7 @@ def test_a_template_that_asks_the_clock_is_told_the_time_at_which_the_run_began(
     assert again.manifest == begun.manifest
     worker = Prompts(load_tokenizer(again.config.target.model), again.config.prompt, 1000)
     prompt = worker.render("x", 0).token_ids
-    assert prompt == again.prompts.render("x", 0).token_ids
+    assert prompt == again.tasks[0].prompts.render("x", 0).token_ids
     assert load_tokenizer(str(tmp_path / "target")).decode(prompt).startswith("08:00:00 ")
     assert not other_configuration(begun.manifest, prepare(configure(output={"path": "other"}, **sections)).manifest)
 

@@ -73,10 +73,10 @@ def test_a_machine_gets_one_object_a_line_that_names_the_run():
     stream = io.StringIO()
     display = open_display(stream, "json")
     display.note("reading")
-    display.begin("0badf00d")
+    display.event("run_started", run="0badf00d")
     display.note("d3 failed", "document_failed", **facts)
     display.close()
-    first, second = map(json.loads, stream.getvalue().splitlines())
+    first, _, second = map(json.loads, stream.getvalue().splitlines())
     assert first == {"time": first["time"], "event": "note", "message": "reading"}
     assert second.pop("time").endswith("+00:00")
     assert second == {
@@ -102,7 +102,6 @@ def test_a_log_that_takes_no_more_lines_ends_no_run(log):
     """Stderr on a full disk: progress was the last thing that a run of three nights wrote."""
     with stream_to("/dev/full") as full:
         display = open_display(full, log)
-        display.begin("0000000a")
         for second in range(0, 3000, 30):
             display.show(snapshot(), float(second))
             display.note("a note " * 100)

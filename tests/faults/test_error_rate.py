@@ -20,11 +20,11 @@ def test_a_few_documents_say_nothing_about_a_night(num_documents, least):
     """
     guard = ErrorGuard(0.5, num_documents)
     for _ in range(least):
-        guard.failed(TOO_LONG)
+        guard.count(TOO_LONG)
     for _ in range(least - 1):
-        guard.failed(BROKEN)
+        guard.count(BROKEN)
     guard.check()
-    guard.failed(BROKEN)
+    guard.count(BROKEN)
     with pytest.raises(RunError):
         guard.check()
 

@@ -76,16 +76,16 @@ def first_night(output, config):
         clock.now = NIGHT_S + 1
         record.worker_asked(f"worker-{seat}", seat)
         clock.now = NIGHT_S + 2
-        record.worker_begun(f"worker-{seat}")
+        record.note(f"worker-{seat}", "begun")
         clock.now = NIGHT_S + 10 * seat
-        record.worker_ready(f"worker-{seat}", info(seat))
+        record.note(f"worker-{seat}", "ready", **info(seat)._asdict())
     clock.now = NIGHT_S + 60
-    record.worker_gone("worker-2", "its process ended")
+    record.note("worker-2", "gone", reason="its process ended")
     record.worker_asked("worker-3", 2)
     clock.now = NIGHT_S + 62
-    record.worker_begun("worker-3")
+    record.note("worker-3", "begun")
     clock.now = NIGHT_S + 80
-    record.worker_ready("worker-3", info(3))
+    record.note("worker-3", "ready", **info(3)._asdict())
     record.write()
 
 
@@ -98,9 +98,9 @@ def second_night(output, config):
         record.worker_asked(f"worker-{seat}", seat)
     for seat in (1, 2):
         clock.now = NEXT_NIGHT_S + 5
-        record.worker_begun(f"worker-{seat}")
+        record.note(f"worker-{seat}", "begun")
         clock.now = NEXT_NIGHT_S + 20
-        record.worker_ready(f"worker-{seat}", info(seat + 10))
+        record.note(f"worker-{seat}", "ready", **info(seat + 10)._asdict())
     clock.now = NEXT_NIGHT_S + 420
     record.workers_released()
     clock.now = NEXT_NIGHT_S + 430

@@ -21,9 +21,9 @@ def one_worker(folder, workers=True):
     record.write()
     if workers:
         record.worker_asked("worker-1", 1)
-        record.worker_begun("worker-1")
+        record.note("worker-1", "begun")
         clock.now = NIGHT_S + 10
-        record.worker_ready("worker-1", info(1))
+        record.note("worker-1", "ready", **info(1)._asdict())
         record.write()
     CommitWriter(output, FIRST).commit(rows_of_worker(range(5), "host:1", NIGHT_S + 11, random.Random(1)))
     return str(folder)
