@@ -86,13 +86,11 @@ def audit(output: str, num_rows: int, seed: int) -> Values:
 
 
 def _take_turn(decoder: RowDecoder, rows: list[Row], number: int) -> _Turn:
-    """Decode rows on both sides, in alternating order."""
     sides = (True, False) if number % 2 == 0 else (False, True)
     return {drafts: decoder.decode(rows, drafts=drafts) for drafts in sides}
 
 
 def _prepare(output: str) -> Prepared:
-    """Check that the run can be repeated; raise ValueError otherwise."""
     recorded = read_manifest(resolve(output))
     if recorded is None:
         raise ValueError(f"{output} holds no run (_run/manifest.json is missing)")
@@ -149,7 +147,6 @@ def _texts(parts: Sequence[Values] | None, reasoning: str | None, text: str) -> 
 
 
 def _texts_of(document: DecodedRow) -> list[str] | None:
-    """Return the texts of a document, None if it failed."""
     summary = document.state
     return (
         _texts(summary.part_rows, summary.reasoning, summary.completion.text)
@@ -189,7 +186,6 @@ def _lead_at(completion: Completion, other: str, tokenizer: Any) -> float:
 
 
 def _speedup(turns: Sequence[_Turn]) -> Values | None:
-    """Return the speedup over all turns; None if nothing was drafted."""
     ratios = [ratio for turn in turns if (ratio := _ratios(turn))]
     if not ratios:
         return None

@@ -355,7 +355,6 @@ def merge(
 
 
 def _keys(values: Values, section: str) -> Values:
-    """Return the keys of a section; empty if it is not a mapping."""
     options = values.get(section)
     return options if isinstance(options, dict) else {}
 
@@ -468,7 +467,6 @@ def _asked(tasks: Any) -> dict[str, OneConfig]:
 
 
 def _fields(config: RunConfig) -> set[str]:
-    """Return the names of the result columns not copied from the input."""
     return {each.name for each in summary_fields(text_columns(config.model_dump(mode="json")))}
 
 
@@ -502,7 +500,6 @@ def joined(each: Mapping[str, RunConfig]) -> RunConfig:
 
 
 def _parsed(override: str) -> tuple[tuple[str, ...], Any]:
-    """Split `key.path=value` into its path and its parsed value."""
     key, equals, text = override.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path):
@@ -511,7 +508,6 @@ def _parsed(override: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _set(values: Values, path: Sequence[str], value: Any) -> None:
-    """Set a nested value."""
     *sections, name = path
     for section in sections:
         if values.get(section) is None:
@@ -581,7 +577,6 @@ def _whole_path(
 
 
 def _expanded(key: str, text: str, known: Mapping[str, object]) -> str:
-    """Replace variables in a path. Raises ConfigError for unknown or malformed ones."""
 
     def value_of(found: re.Match[str]) -> str:
         variable, name, unclosed, bare = found.groups()

@@ -127,7 +127,6 @@ def run(
 
 
 def _prepare_environment() -> None:
-    """Set Ray's variables. Raise RefusedError if Ray was imported too early for a private Ray."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return

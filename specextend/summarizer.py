@@ -126,7 +126,6 @@ class RowDecoder:
     """Decodes rows with a local engine."""
 
     def __init__(self, config: RunConfig, engine: Any):
-        """Use `engine`. Raises ValueError if no document could be summarised."""
         self._config = config
         self._engine = engine
         self._prompts = Prompts(engine.tokenizer, config.prompt, engine.max_tokens, config.parts)

@@ -173,7 +173,6 @@ def in_one_line(
 
 
 def _say_end(error: BaseException, given: ReadOnly, expected: Expected) -> int | None:
-    """Print the end of a command and return its exit code; None for unexpected errors."""
     from specextend.cluster import exits  # pyarrow is slow to import, too slow for --help
 
     if isinstance(error, exits.InterruptedRunError):

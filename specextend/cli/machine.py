@@ -56,7 +56,6 @@ def check(
 
 
 def _machine() -> Values:
-    """Describe this machine as JSON values, sizes in GiB."""
     import torch
 
     from specextend.cluster.environment import num_cores
@@ -117,7 +116,6 @@ def _worker(config: RunConfig) -> Values:
 
 
 def _kernels(config: RunConfig, *, timed: bool) -> Values:
-    """Verify the kernels of a worker. Returns verdicts and, if `timed`, times."""
     import torch
 
     from specextend.cluster.environment import cores_per_worker, this_machine

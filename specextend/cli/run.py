@@ -182,7 +182,6 @@ def _exit_when_told(code: int) -> None:
 
 
 def _set_up() -> None:
-    """Prepare the environment. Before the run begins there is nothing to save on a signal."""
     _exit_when_told(75)
     from specextend.cluster.environment import prepare_environment
 
@@ -228,7 +227,6 @@ def start(arguments: Arguments) -> int:
 
 
 def _dry_run(arguments: Arguments) -> int:
-    """Print the plan of a run and return the exit code."""
     _set_up()
     from specextend.cluster.checks import prepare
     from specextend.cluster.dry_run import calibrate, describe_dry_run, dry_run, parse_time

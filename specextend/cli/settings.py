@@ -146,7 +146,6 @@ def init(path: str, config: tuple[str, ...], to: Path | None) -> int:
 
 
 def _begun(path: str, config: tuple[str, ...], to: Path, output: str, found: Guess) -> str:
-    """Return the YAML text: user settings, on top of the pair named by `base`."""
     from specextend.data.storage import is_uri
 
     place = path if is_uri(path) else os.path.relpath(path, to.parent)
@@ -178,5 +177,4 @@ def _begun(path: str, config: tuple[str, ...], to: Path, output: str, found: Gue
 
 
 def _quoted(text: str) -> str:
-    """Quote a name or path for YAML."""
     return json.dumps(text, ensure_ascii=False)

@@ -61,7 +61,6 @@ class RowSet:
     """A set of input rows, stored as one byte per row."""
 
     def __init__(self, file_rows: Sequence[int], keys: Iterable[DocumentKey]):
-        """Store `keys`. `file_rows` gives the number of rows per input file."""
         self._masks = [np.zeros(num_rows, np.bool_) for num_rows in file_rows]
         for file, row in keys:
             self._masks[file][row] = True
@@ -70,7 +69,7 @@ class RowSet:
         return sum(int(mask.sum()) for mask in self._masks)
 
     def __contains__(self, key: DocumentKey) -> bool:
-        """Return True if the set holds `key`. Keys beyond the files or their rows are allowed."""
+        """Return True for a key of the set; the key need not be a row of the input."""
         is_row = 0 <= key.file < len(self._masks) and 0 <= key.row < len(self._masks[key.file])
         return is_row and bool(self._masks[key.file][key.row])
 
@@ -88,7 +87,6 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
         num_prompt_tokens: NDArray[Any],
         max_new_tokens: NDArray[Any],
     ):
-        """Store columns [N] in input order."""
         self._numbers = files.astype(np.int64) * _FILE_STEP + rows
         assert np.all(np.diff(self._numbers) > 0), "not in input order"
         self.num_prompt_tokens = num_prompt_tokens.astype(np.int32, copy=False)
@@ -149,10 +147,8 @@ class Backlog:
         group_rows: Sequence[Sequence[int]] = (),
         without: Iterable[DocumentKey] = (),
     ):
-        """Queue every document except `without`.
-
-        Args:
-            group_rows: Rows of each row group, per file.
+        """Queue every document except `without`. `group_rows` lists the rows of each row group per
+        file.
         """
         self._estimates = estimates
         self._bounds = estimates.group_bounds(group_rows)

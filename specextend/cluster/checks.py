@@ -170,7 +170,6 @@ def prepare(
 
 
 def _open_input(config: RunConfig, begun: Values | None) -> Source:
-    """Open the input, and check the columns that the tasks use or write."""
     each_task = config.each_task.values()
     source = open_source(
         config.input,
@@ -189,9 +188,6 @@ def _open_input(config: RunConfig, begun: Values | None) -> Source:
 
 
 def _that_read_again(tasks: list[Task]) -> Iterator[str]:
-    """Yield a note for each task with a prompt prefix of its own, for which documents are read
-    again.
-    """
     openings = [task.prompts.opening for task in tasks]
     for place, task in enumerate(tasks):
         if place and task.prompts.opening not in openings[:place]:
@@ -201,7 +197,6 @@ def _that_read_again(tasks: list[Task]) -> Iterator[str]:
 
 
 def _check_task(task: Task, tokenizer: Any, facts: ModelFacts) -> None:
-    """Raise ValueError if no document could pass `task`."""
     try:
         _check_run(task.config, task.prompts)
         if (schema := task.config.output.json_schema) is not None:
@@ -212,7 +207,6 @@ def _check_task(task: Task, tokenizer: Any, facts: ModelFacts) -> None:
 
 
 def _check_room_for_an_answer(config: RunConfig, tokenizer: Any) -> None:
-    """Raise ValueError if the shortest answer exceeds `decoding.max_new_tokens`."""
     schema = config.output.json_schema or ""
     most = config.decoding.max_new_tokens
     least = len(tokenizer(shortest_answer(schema), add_special_tokens=False)["input_ids"])
@@ -244,7 +238,7 @@ def needed_on_each_node(config: RunConfig) -> list[str]:
 
 
 def _begun_selection(config: RunConfig, recorded: Values | None) -> Values | None:
-    """Return the manifest of a started run that chose its rows from earlier outputs, else None."""
+    """Return the manifest of a started run that chose rows by earlier outputs, else None."""
     has_chosen = (
         recorded is not None and "selection" in recorded["identity"] and "selection" in recorded
     )
@@ -301,7 +295,6 @@ def pin_models(config: RunConfig, recorded: ReadOnly) -> tuple[Values, Models, l
 
 
 def _check_run(config: RunConfig, prompts: Prompts) -> None:
-    """Raise ValueError for options under which every row would fail."""
     check_library(config.quality)
     if not config.input.has_limits:
         try:
@@ -314,7 +307,6 @@ def _check_run(config: RunConfig, prompts: Prompts) -> None:
 
 
 def _check_cache(config: RunConfig, facts: ModelFacts) -> None:
-    """Raise ValueError if the cache cannot hold a full prompt and its output."""
     longest = longest_request(config, facts)
     held = cache_bytes(with_batch_size(config, facts, None), facts)
     needed = (rows_per_sequence(config, longest) * held.of_row + held.of_windows) / GIB
@@ -327,13 +319,11 @@ def _check_cache(config: RunConfig, facts: ModelFacts) -> None:
 
 
 def _options_alone(manifest: Values) -> Values:
-    """Return a manifest without the weights and the rows."""
     without: Values = {"files": {}, "hashes": {}, "selection": None}
     return manifest | {"identity": manifest["identity"] | without}
 
 
 def _check_same(output: Location, recorded: Values, here: Values, config: RunConfig) -> None:
-    """Raise OtherRunError if two manifests differ."""
     if not (lines := differences(recorded, here)):
         return
     said = "choose another output.path, or undo these differences:"
@@ -467,7 +457,6 @@ def _place_of_added(config: RunConfig, names: list[str]) -> str:
 
 
 def _tasks_there(manifest: ReadOnly) -> list[str]:
-    """Return the task names of a run; empty if it has a single task."""
     return list(manifest["identity"].get("tasks", ()))
 
 

@@ -166,8 +166,7 @@ class Driver:
     def _check_silence(self) -> None:
         """Raise RunError if no worker has read or written a token for `silence_s`.
 
-        A single hung worker is replaced long before. This check covers faults no worker can report:
-        none starts, calls never arrive, the store does not answer.
+        A single hung worker is replaced long before; this is for faults no worker can report.
         """
         if self.clock() - self._moved_at <= self.job.silence_s:
             return
@@ -253,7 +252,6 @@ class Driver:
         self.display.note(message, "place_left_out", **facts, reason=why)
 
     def _say_kernels(self, worker: str, info: WorkerInfo) -> None:
-        """Log each verdict on a kernel once; people see the verdicts of GPUs only."""
         for kernel in info.kernels:
             message = f"{kernel['name']}: {'taken' if kernel['taken'] else 'left out'}"
             if message in self._kernels_said:
@@ -305,7 +303,6 @@ class Driver:
         worker: str,
         stats: DecodingStats | None = None,
     ) -> None:
-        """Commit the row of a document, and count and report its end."""
         if failure is not None:
             say_failed(self.display, key, failure, attempt, worker)
         self._errors.count(failure)

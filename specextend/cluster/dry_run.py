@@ -272,8 +272,7 @@ def _decode(
 ) -> dict[DocumentKey, Outcome]:
     """Decode the last document to warm up, then the sample in full batches of `size`.
 
-    While the batch empties at the end, a short document fills it up. Rates of a partly empty batch
-    would not apply to a long run.
+    At the end a short document fills the batch, because rates of partial batches would not apply.
     """
     numbers, waiting, outcomes = itertools.count(), list(sample), dict[DocumentKey, Outcome]()
 
@@ -294,7 +293,6 @@ def _decode(
 
 
 def _first_answer(calls: list[Any], interrupt: Interrupt, limit_s: float) -> tuple[Any, Any]:
-    """Wait for the first call to end; return the call and its answer."""
     give_up_at = time.monotonic() + limit_s
     done: list[Any] = []
     while not done:
@@ -435,7 +433,6 @@ def describe_dry_run(plan: Values) -> str:
 
 
 def _say_of_machine(prepared: Prepared) -> str | None:
-    """Explain why no run can start here, or that few workers fit; else None."""
     try:
         check_machine(prepared.config)
     except RefusedError as error:
@@ -444,7 +441,6 @@ def _say_of_machine(prepared: Prepared) -> str | None:
 
 
 def _timing(prepared: Prepared, plan: Plan, rates: Rates | None, by: datetime | None) -> Values:
-    """Return the time-related parts of the plan, all None without `rates`."""
     if rates is None:
         return dict.fromkeys(("rates", "forecast", "documents_per_hour", "by", "cost"))
     config = prepared.config
@@ -466,7 +462,6 @@ def _timing(prepared: Prepared, plan: Plan, rates: Rates | None, by: datetime | 
 
 
 def _cost(forecast: Forecast, price: float | None) -> dict[str, float] | None:
-    """Return the price of the workers from start to end; None without a price."""
     if price is None:
         return None
     hours, low, high = (forecast.workers * seconds / 3600 for seconds in _span(forecast))
@@ -488,7 +483,6 @@ def _by(outlook: Outlook, by: datetime) -> Values:
 
 
 def _checks(prepared: Prepared, plan: Plan) -> list[Values]:
-    """List the checks of the open rows, with their counts and outcomes. None: not counted."""
     policies = [task.config.prompt.length_policy for task in prepared.tasks]
     policy = "error" if "error" in policies else policies[0]
     counts = plan.rejected

@@ -124,7 +124,6 @@ def cores_per_worker(job: JobOptions, nodes: Sequence[Node]) -> int:
 
 
 def _room(job: JobOptions, nodes: Sequence[Node], cores_each: int) -> int:
-    """Count the workers that fit on `nodes` at a time."""
     each = job.gpus_per_worker
     return sum(
         int(min(cores // cores_each, gpus / each if each else math.inf)) for cores, gpus in nodes
@@ -286,7 +285,6 @@ def connected(interrupt: Interrupt) -> Iterator[list[Any]]:
 
 @contextmanager
 def _attached(interrupt: Interrupt, folder: str) -> Iterator[None]:
-    """Connect to Ray for a `with` block; `folder` is empty unless Ray is private."""
     try:
         _connect(folder)
     except SystemExit:  # raised by Ray's SIGTERM handler while it starts
@@ -310,7 +308,7 @@ def _attached(interrupt: Interrupt, folder: str) -> Iterator[None]:
 
 
 def _watch(interrupt: Interrupt) -> Event:
-    """Tell the run to stop if a process of its private Ray ends before the returned event is set.
+    """Tell the run to stop when a Ray process ends before the returned event is set.
 
     Otherwise Ray would end this process up to a minute later, without advice for the user.
     """

@@ -148,8 +148,6 @@ def run_job(
 
 @dataclass(slots=True)
 class _LockedRun:
-    """A run with a locked output folder."""
-
     prepared: Prepared
     lock: OutputLock
     record: StartRecord
@@ -248,7 +246,6 @@ class _LockedRun:
         return EXIT_TOO_MANY_ERRORS
 
     def _begin(self) -> tuple[Plan, Progress, Ledger] | None:
-        """Begin or resume the run; return the work to decode, or None."""
         output = self.prepared.output
         source = self.prepared.source
         with reading(output):
@@ -294,7 +291,6 @@ class _LockedRun:
         return plan
 
     def _refuse(self, plan: Plan, progress: Progress) -> None:
-        """Commit error rows for the documents rejected by the plan."""
         writer = self._commit_writer()
         for begin in range(0, len(plan.refused), _REFUSED_ROWS):
             rows: list[Values] = []
@@ -309,7 +305,6 @@ class _LockedRun:
                 writer.commit(rows)
 
     def _refusal(self, key: DocumentKey) -> DocumentError:
-        """Return the reason why the plan rejected a row."""
         row = None
         try:
             row = self.prepared.source.read(key)
@@ -351,7 +346,6 @@ class _LockedRun:
                     self.display.note(f"warning: {doubt}", "draft_doubted")
 
     def _plan_memory(self, config: RunConfig, plan: Plan) -> None:
-        """Record and report the memory planned for a worker."""
         memory = plan_memory(config, self.prepared.facts, plan)
         self.record.plan(memory)
         if cache := memory["cache"]:

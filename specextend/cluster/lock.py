@@ -225,7 +225,6 @@ class OutputLock:
                 return
 
     def _is_dead(self, found: bytes) -> bool:
-        """Return True if the lock may be taken over. Raise RunError if its driver lives."""
         holder = parse_lock(found)
         if holder is not None and holder.is_gone(self._host):
             return True

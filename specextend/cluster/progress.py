@@ -52,7 +52,7 @@ class AwakeClock:
         self._now = 0.0
 
     def __call__(self) -> float:
-        """Return the seconds since the clock was made, without gaps."""
+        """Return the seconds without gaps."""
         seconds = self._source()
         self._now += min(max(0.0, seconds - self._last), MAX_GAP_S)
         self._last = seconds
@@ -89,15 +89,7 @@ class Ledger:
         work: DecodingStats | None = None,
         draft_kind: str | None = None,
     ):
-        """Begin a start.
-
-        Args:
-            estimates: Documents to do.
-            num_done: Rows finished by earlier starts.
-            num_errors: Error rows of earlier starts.
-            work: Counts of earlier starts.
-            draft_kind: `draft.kind`.
-        """
+        """Begin a start. Counts and `work` are those of earlier starts."""
         self._estimates = estimates
         self._num_rows = len(estimates) + num_done + num_errors
         self._num_done = num_done
@@ -232,7 +224,6 @@ class ErrorGuard:
     """
 
     def __init__(self, allowed: float, num_documents: int):
-        """`allowed` is the accepted share of failures."""
         self._limit = max(LEAST_LIMIT, allowed)
         self._least = max(MIN_ENDED, MIN_SHARE * num_documents)
         self._num_done = 0

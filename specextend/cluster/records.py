@@ -65,13 +65,7 @@ class StartRecord:
         took_over: LockHolder | None = None,
         clock: Callable[[], float] = time.time,
     ):
-        """Fill the record.
-
-        Args:
-            models: Requested `model` and its `commit`, by name.
-            took_over: Dead driver whose lock was taken over.
-            clock: Seconds since the epoch.
-        """
+        """Fill the record. `took_over` is a dead driver whose lock was taken over."""
         self._file = starts_folder(output).child(f"{run_id}.json")
         self._clock = clock
         self._workers: dict[str, Values] = {}

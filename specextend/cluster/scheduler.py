@@ -143,8 +143,8 @@ class Scheduler:
             stem: Prefix of all lease ids.
             tried: Attempts of earlier starts.
             group_rows: Rows of each row group, per file.
-            num_extra: Leases per worker beyond its batch. Near the end, idle workers get them
-                instead.
+            num_extra: Leases beyond a worker's batch. Near the end there are none, for idle
+                workers.
         """
         self._job = job
         self.num_open = len(estimates)
@@ -280,10 +280,7 @@ class Scheduler:
         return is_ready and worker.rests_until <= now and worker.place not in self._left_out
 
     def _assign_alone(self, takers: list[Holder], now: float) -> list[tuple[str, Lease]]:
-        """Grant documents to empty workers. If none is empty, reserve the emptiest worker.
-
-        Removes the chosen workers from `takers`.
-        """
+        """Grant documents to empty workers, or reserve the emptiest. Removes them from `takers`."""
         granted: list[tuple[str, Lease]] = []
         room = max(1, len(self.workers) // ALONE_SHARE) if len(self._backlog) else len(self.workers)
         room -= sum(worker.is_alone for worker in self.workers.values())
@@ -311,8 +308,6 @@ class Scheduler:
     def _places_for(self, struck: frozenset[Place]) -> set[Place]:
         """Return the best places for a struck document: other hosts, then other places, fewest
         deaths.
-
-        If no worker is being built, the struck places are the last resort.
         """
         hosts = {place.host for place in struck}
         known = {worker.place for worker in self.workers.values()} - self._left_out
@@ -324,7 +319,6 @@ class Scheduler:
         return {place for place in allowed if self._deaths[place] == fewest}
 
     def _assign_fresh(self, takers: Sequence[Holder], now: float) -> list[tuple[str, Lease]]:
-        """Fill workers, the emptiest first."""
         is_near_end = len(self._backlog) < self._num_extra * len(self.workers)
         most = self._leases_per_worker - self._num_extra * is_near_end
         room = {worker.name: 1 if self._deaths[worker.place] else most for worker in takers}
@@ -475,7 +469,6 @@ class Scheduler:
                 self._count_loss(held, message)
 
     def _release(self, lease_id: str) -> HeldLease:
-        """End a lease in force and return it."""
         held = self.held.pop(lease_id)
         worker = held.worker
         del worker.leases[lease_id]
@@ -488,7 +481,6 @@ class Scheduler:
         return self._release(lease_id)
 
     def _drop(self, worker: str) -> Holder:
-        """Remove a worker and end its leases."""
         self._backlog.leave(worker)
         state = self.workers.pop(worker)
         for lease_id in state.leases:

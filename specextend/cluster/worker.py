@@ -176,7 +176,6 @@ class Worker:
             raise DocumentError(type(error).__name__, str(error), retryable=True) from error
 
     async def _decode(self, request: Request) -> TimedOutcome:
-        """Queue a request and wait for its outcome."""
         future: asyncio.Future[RequestOutcome] = asyncio.get_running_loop().create_future()
         self._waiting[request.request_id] = future
         self._inbox.put(request)
@@ -225,7 +224,6 @@ class Worker:
         self._handed_out.clear()
 
     def _on_error(self, request_id: str, error: Exception) -> None:
-        """Settle a request that failed by itself; the engine continues."""
         _exit_on_device_error(error)
         self._settle(request_id, as_document_error(error))
 

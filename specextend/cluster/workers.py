@@ -193,8 +193,6 @@ class Roster:
 
 
 class _Call(NamedTuple):
-    """A call in progress."""
-
     worker: str
     kind: Literal["begun", "ready", "run", "poll"]
     lease: Lease | None = None
@@ -202,8 +200,6 @@ class _Call(NamedTuple):
 
 @dataclass(slots=True)
 class _Actor:
-    """An actor, its next poll and its time of death."""
-
     handle: Any
     info: WorkerInfo | None = None
     host: str = ""
@@ -353,9 +349,7 @@ class Pool:
         return StartFailed(worker, f"{reason} (on {host})" if host else reason)
 
     def _overdue_starts(self) -> list[Event]:
-        """Give up workers with hanging loads. Workers waiting for resources have not begun to
-        load.
-        """
+        """Give up hanging loads. Workers waiting for resources have not begun to load."""
         latest = self.clock() - START_S
         late = [
             name

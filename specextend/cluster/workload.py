@@ -119,11 +119,9 @@ def _estimate(
 
     Args:
         lengths: File, row, bytes and maximum output tokens [N, 4].
-        per_byte: Tokens per byte.
 
     Returns:
-        The estimates, the number of rows over the limit, the number of cut rows, and the unread
-            share.
+        The estimates, the rows over the limit, the cut rows, and the unread share.
     """
     files, rows, num_bytes, limits = lengths.T
     documents = np.round(num_bytes * per_byte).astype(np.int64)
@@ -167,7 +165,6 @@ def _request_tokens(documents: Ints, limits: Ints, prompts: Prompts) -> tuple[In
 
 
 def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:
-    """Return the error class if `max_new_tokens` leaves no room for a document."""
     try:
         prompts.room(max_new_tokens)
     except DocumentError as error:
