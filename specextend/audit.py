@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from specextend.cluster.checks import Prepared, prepare
+from specextend.cluster.checks import CheckedRun, check_run
 from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey, Values
 from specextend.data.fingerprint import check_one_task, differences, read_manifest
@@ -41,10 +41,10 @@ def audit(output: str, num_rows: int, seed: int) -> Values:
     Raises:
         ValueError: There is nothing to compare, or the input or a model has changed.
     """
-    prepared = _prepare(output)
-    if not prepared.source.num_rows:
+    checked = _check(output)
+    if not checked.source.num_rows:
         raise ValueError(f"{output} has no rows to compare")
-    found = _draw(prepared, num_rows, seed)
+    found = _draw(checked, num_rows, seed)
     if not found:
         raise ValueError(
             f"{output} has no finished row in the sample; give more --rows, or finish the run"
@@ -53,7 +53,7 @@ def audit(output: str, num_rows: int, seed: int) -> Values:
     stored = [
         _texts(each["part_summaries"], each["reasoning"], each["summary"]) for _, each in found
     ]
-    config = _in_batches(prepared, [each for _, each in found])
+    config = _in_batches(checked, [each for _, each in found])
     engine = load_engine(config)
     decoder = RowDecoder(config, engine)
     _take_turn(decoder, rows[:1], 0)  # warm up: the first request takes longer
@@ -90,27 +90,27 @@ def _take_turn(decoder: RowDecoder, rows: list[Row], number: int) -> _Turn:
     return {drafts: decoder.decode(rows, drafts=drafts) for drafts in sides}
 
 
-def _prepare(output: str) -> Prepared:
+def _check(output: str) -> CheckedRun:
     recorded = read_manifest(resolve(output))
     if recorded is None:
         raise ValueError(f"{output} holds no run (_run/manifest.json is missing)")
     values = recorded["config"]
     check_one_task(recorded, f"{output}: an audit")
-    prepared = prepare(
+    checked = check_run(
         RunConfig.from_values(values | {"output": values["output"] | {"path": output}})
     )
-    if prepared.config.decoding.mode == "autoregressive":
+    if checked.config.decoding.mode == "autoregressive":
         raise ValueError(f"{output} was decoded without a draft: nothing to compare")
-    if lines := differences(recorded, prepared.manifest):
+    if lines := differences(recorded, checked.manifest):
         raise ValueError(
             f"{output} cannot be audited: its input or a model has changed since ({lines[0]})"
         )
-    return prepared
+    return checked
 
 
-def _draw(prepared: Prepared, num_rows: int, seed: int) -> list[tuple[Row, Values]]:
+def _draw(checked: CheckedRun, num_rows: int, seed: int) -> list[tuple[Row, Values]]:
     """Draw input rows at random; return the finished ones with their results."""
-    source = prepared.source
+    source = checked.source
     drawn = set(random.Random(seed).sample(range(source.num_rows), min(num_rows, source.num_rows)))
     keys = (
         DocumentKey(file.number, row) for file in source.files for row in source.rows(file.number)
@@ -121,25 +121,25 @@ def _draw(prepared: Prepared, num_rows: int, seed: int) -> list[tuple[Row, Value
             with suppress(DocumentError):  # the run has an error row for it
                 row = source.read(key)
                 rows[row.doc_id] = row
-    found = find_rows(prepared.output, [*rows], _COLUMNS)
+    found = find_rows(checked.output, [*rows], _COLUMNS)
     return [
         (replace(rows[each["doc_id"]], max_new_tokens=each["max_new_tokens"]), each)
         for each in found
     ]
 
 
-def _in_batches(prepared: Prepared, stored: list[Values]) -> RunConfig:
+def _in_batches(checked: CheckedRun, stored: list[Values]) -> RunConfig:
     """Return the configuration with the run's batch size, and room for all of its texts."""
     most = max(each["max_new_tokens"] for each in stored)
-    decoding = replace(prepared.config.decoding, max_new_tokens=most)
-    config = prepared.config.model_copy(update={"decoding": decoding})
+    decoding = replace(checked.config.decoding, max_new_tokens=most)
+    config = checked.config.model_copy(update={"decoding": decoding})
     target_device(config.target, config.job.device)  # raises if there is no such device
     lengths = [
         (each["num_prompt_tokens"] + each["num_output_tokens"]) // each["num_requests"]
         for each in stored
     ]
     num_tokens = sum(lengths) // len(lengths), max(lengths)
-    return with_batch_size(config, prepared.facts, usable_bytes(config), num_tokens)
+    return with_batch_size(config, checked.facts, usable_bytes(config), num_tokens)
 
 
 def _texts(parts: Sequence[Values] | None, reasoning: str | None, text: str) -> list[str]:

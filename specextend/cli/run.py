@@ -228,7 +228,7 @@ def start(arguments: Arguments) -> int:
 
 def _dry_run(arguments: Arguments) -> int:
     _set_up()
-    from specextend.cluster.checks import prepare
+    from specextend.cluster.checks import check_run
     from specextend.cluster.dry_run import calibrate, describe_dry_run, dry_run, parse_time
     from specextend.cluster.exits import Interrupt, RefusedError
 
@@ -246,7 +246,7 @@ def _dry_run(arguments: Arguments) -> int:
         )
     config = arguments.of_rest(config, partial(say, event="tasks", given=asdict(arguments)))
     found = dry_run(
-        prepare(config, retry_errors=arguments.retry_errors or "none"),
+        check_run(config, retry_errors=arguments.retry_errors or "none"),
         by=by,
         calibrate=measure,
     )

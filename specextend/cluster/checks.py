@@ -1,4 +1,4 @@
-"""Checks before a run: everything that needs no loaded model. Start with `prepare`."""
+"""Checks before a run: everything that needs no loaded model. Start with `check_run`."""
 
 import os
 import re
@@ -64,7 +64,7 @@ Models = dict[str, dict[str, str | None]]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class CheckedRun:
     """A run that has passed every check without loading a model."""
 
     config: RunConfig
@@ -111,11 +111,11 @@ def _run_again(error: OSError) -> str:
 
 
 @_refusals()
-def prepare(
+def check_run(
     config: RunConfig,
     checkpoint: Checkpoint = lambda: None,
     retry_errors: Retry = "none",
-) -> Prepared:
+) -> CheckedRun:
     """Check input, models and prompt without writing anything.
 
     The result does not depend on this machine, because workers may run elsewhere; see
@@ -166,7 +166,7 @@ def prepare(
     if recorded is not None and not differences(recorded, manifest):
         manifest = recorded
     notes += _that_read_again(tasks)
-    return Prepared(config, output, source, facts, tasks, manifest, models, notes, retry_errors)
+    return CheckedRun(config, output, source, facts, tasks, manifest, models, notes, retry_errors)
 
 
 def _open_input(config: RunConfig, begun: Values | None) -> Source:
@@ -198,7 +198,7 @@ def _that_read_again(tasks: list[Task]) -> Iterator[str]:
 
 def _check_task(task: Task, tokenizer: Any, facts: ModelFacts) -> None:
     try:
-        _check_run(task.config, task.prompts)
+        _check_options(task.config, task.prompts)
         if (schema := task.config.output.json_schema) is not None:
             Grammars(tokenizer, frozenset(facts.eos_token_ids), facts.vocab_size).begin(schema)
             _check_room_for_an_answer(task.config, tokenizer)
@@ -294,7 +294,7 @@ def pin_models(config: RunConfig, recorded: ReadOnly) -> tuple[Values, Models, l
     return changed, models, notes
 
 
-def _check_run(config: RunConfig, prompts: Prompts) -> None:
+def _check_options(config: RunConfig, prompts: Prompts) -> None:
     check_library(config.quality)
     if not config.input.has_limits:
         try:
@@ -347,18 +347,18 @@ def _are_about_input(lines: list[str]) -> bool:
     return bool(lines) and all(line.startswith(ABOUT_INPUT) for line in lines)
 
 
-def check_same_run(prepared: Prepared) -> bool:
+def check_same_run(checked: CheckedRun) -> bool:
     """Return True if the output folder already holds this run.
 
     Raises:
         OtherRunError: The folder holds a different run.
     """
-    recorded = read_recorded(prepared.output)
+    recorded = read_recorded(checked.output)
     if recorded is None:
         return False
-    _check_same(prepared.output, recorded, prepared.manifest, prepared.config)
+    _check_same(checked.output, recorded, checked.manifest, checked.config)
     with _refusals():
-        check_results(prepared.output, len(recorded["identity"]["files"]))
+        check_results(checked.output, len(recorded["identity"]["files"]))
     return True
 
 
@@ -462,27 +462,27 @@ def _tasks_there(manifest: ReadOnly) -> list[str]:
 
 def _check_ended(config: RunConfig) -> RunConfig:
     """Check that the run of `config` has ended; return it with the models pinned."""
-    prepared = prepare(config)
-    is_over = check_same_run(prepared) and (
-        read_success(prepared.output) is not None
-        or (ended_with_errors(read_starts(prepared.output)) and not len(open_rows(prepared)[1]))
+    checked = check_run(config)
+    is_over = check_same_run(checked) and (
+        read_success(checked.output) is not None
+        or (ended_with_errors(read_starts(checked.output)) and not len(open_rows(checked)[1]))
     )
     if not is_over:
         raise RefusedError(
-            f"{prepared.output.path} has not ended: finish it with its present tasks before you "
+            f"{checked.output.path} has not ended: finish it with its present tasks before you "
             "add others"
         )
-    return prepared.config
+    return checked.config
 
 
-def counts_of_ended(prepared: Prepared) -> Counts | None:
+def counts_of_ended(checked: CheckedRun) -> Counts | None:
     """Return the counts of a complete run if only its input has changed since, else None."""
-    recorded = read_recorded(prepared.output)
-    is_retry = prepared.retry_errors != "none"
-    if is_retry or recorded is None or _begun_selection(prepared.config, recorded) is None:
+    recorded = read_recorded(checked.output)
+    is_retry = checked.retry_errors != "none"
+    if is_retry or recorded is None or _begun_selection(checked.config, recorded) is None:
         return None
-    is_input = _are_about_input(differences(recorded, prepared.manifest))
-    return read_success(prepared.output) if is_input else None
+    is_input = _are_about_input(differences(recorded, checked.manifest))
+    return read_success(checked.output) if is_input else None
 
 
 @contextmanager
@@ -504,34 +504,34 @@ def input_errors() -> Iterator[None]:
         raise RefusedError(str(error)) from error
 
 
-def open_rows(prepared: Prepared) -> tuple[Progress, RowSet]:
+def open_rows(checked: CheckedRun) -> tuple[Progress, RowSet]:
     """Read the commits; return the progress and the rows left to do. Raises as `input_errors`."""
-    source = prepared.source
+    source = checked.source
     with input_errors():
-        fingerprint = prepared.manifest["fingerprint"]
-        progress = read_commits(prepared.output, fingerprint, prepared.retry_errors)
+        fingerprint = checked.manifest["fingerprint"]
+        progress = read_commits(checked.output, fingerprint, checked.retry_errors)
     wanted = (source.rows(file.number) for file in source.files)
-    keys = pending(wanted, progress, retry_errors=prepared.retry_errors)
+    keys = pending(wanted, progress, retry_errors=checked.retry_errors)
     return progress, RowSet([file.num_rows for file in source.files], keys)
 
 
-def check_retry(prepared: Prepared) -> None:
+def check_retry(checked: CheckedRun) -> None:
     """Check that a retry has a run to resume.
 
     Raises:
         RefusedError: The folder holds no run, so a retry would run every row.
         OtherRunError: The folder holds another run.
     """
-    is_begun = check_same_run(prepared)
-    if not is_begun and prepared.retry_errors != "none":
+    is_begun = check_same_run(checked)
+    if not is_begun and checked.retry_errors != "none":
         raise RefusedError(
-            f"--retry-errors: {prepared.output.path} holds no run; leave it out to begin one"
+            f"--retry-errors: {checked.output.path} holds no run; leave it out to begin one"
         )
 
 
-def num_left_out(prepared: Prepared, progress: Progress) -> int:
+def num_left_out(checked: CheckedRun, progress: Progress) -> int:
     """Count the error rows skipped by `--retry-errors`."""
-    return len(progress.final) if prepared.retry_errors == "retryable" else 0
+    return len(progress.final) if checked.retry_errors == "retryable" else 0
 
 
 def say_left_out(number: int) -> list[str]:

@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 
 from specextend.cluster.backlog import Estimates
 from specextend.cluster.checks import (
-    Prepared,
+    CheckedRun,
     check_machine,
     check_retry,
     describe_selection,
@@ -211,7 +211,7 @@ def draw_sample(estimates: Estimates, size: int, seed: int) -> list[DocumentKey]
 
 
 def calibrate(
-    prepared: Prepared,
+    checked: CheckedRun,
     estimates: Estimates,
     num_documents: int,
     interrupt: Interrupt,
@@ -228,21 +228,21 @@ def calibrate(
         RefusedError: There are too few documents, or no worker can run here.
         RunError: There is no Ray, or the worker failed.
     """
-    check_machine(prepared.config)
-    config = prepared.config
+    check_machine(checked.config)
+    config = checked.config
     decoding = config.decoding
     sample = draw_sample(estimates, num_documents, decoding.seed)
     if len(sample) < MIN_DOCUMENTS:
         raise RefusedError(f"{_NEEDS}, but got {len(sample)}")
     begin = time.monotonic()
     size = decoding.batch_size
-    checked = partial(checked_engine, factory=factory, hashes=prepared.hashes)
+    make = partial(checked_engine, factory=factory, hashes=checked.hashes)
     with connected(interrupt):
         config = settle_cores(config)
         actor = start_worker(config.job)
         wait = partial(_first_answer, interrupt=interrupt, limit_s=config.job.silence_s)
         try:
-            _, info = wait([actor.ready.remote(config, prepared.source, checked)])
+            _, info = wait([actor.ready.remote(config, checked.source, make)])
             start_s = time.monotonic() - begin
             documents = counted(len(sample), "document")
             say(
@@ -327,11 +327,11 @@ _MEMORY = {
     "workspace": "the process and its libraries, about",
 }
 
-Calibrate = Callable[[Prepared, Estimates], Rates]
+Calibrate = Callable[[CheckedRun, Estimates], Rates]
 
 
 def dry_run(
-    prepared: Prepared,
+    checked: CheckedRun,
     *,
     by: datetime | None = None,
     calibrate: Calibrate | None = None,
@@ -346,36 +346,36 @@ def dry_run(
         OtherRunError: The folder holds another run.
         RunError: The input or the output cannot be read, or the calibration failed.
     """
-    with reading(prepared.output):
-        check_retry(prepared)
-        progress, keys = open_rows(prepared)
+    with reading(checked.output):
+        check_retry(checked)
+        progress, keys = open_rows(checked)
     with input_errors():
-        plan = make_plan(prepared.source, prepared.tasks, keys)
-    config = settle_batch_size(prepared.config, prepared.facts, plan)
-    prepared = replace(prepared, config=config)
-    rates = None if calibrate is None else calibrate(prepared, plan.estimates)
-    selection = prepared.source.selection
+        plan = make_plan(checked.source, checked.tasks, keys)
+    config = settle_batch_size(checked.config, checked.facts, plan)
+    checked = replace(checked, config=config)
+    rates = None if calibrate is None else calibrate(checked, plan.estimates)
+    selection = checked.source.selection
     return {
-        "rows": prepared.source.num_rows,
+        "rows": checked.source.num_rows,
         "selection": {
             "counts": {} if selection is None else dict(selection.counts),
-            "notes": [*describe_selection(prepared.source), *prepared.notes],
+            "notes": [*describe_selection(checked.source), *checked.notes],
         },
         "rows_to_do": len(plan.estimates) + len(plan.refused),
-        "error_rows_left_out": num_left_out(prepared, progress),
+        "error_rows_left_out": num_left_out(checked, progress),
         "rows_rejected": dict(plan.rejected),
         "rows_over_length": plan.num_over_length,
         "cut": {"rows": plan.num_cut, "unread": plan.unread, "says": plan.says_cut()},
-        "audit": _checks(prepared, plan),
+        "audit": _checks(checked, plan),
         "length_policy": config.prompt.length_policy,
         "prompt_tokens": plan.num_prompt_tokens(),
         "output_tokens_at_most": int(plan.estimates.max_new_tokens.sum(dtype=np.int64)),
         "prompt_lengths": plan.buckets(),
-        **plan_memory(config, prepared.facts, plan),
-        "this_machine": _say_of_machine(prepared),
-        **_timing(prepared, plan, rates, by),
-        "models": prepared.models,
-        "fingerprint": prepared.manifest["fingerprint"],
+        **plan_memory(config, checked.facts, plan),
+        "this_machine": _say_of_machine(checked),
+        **_timing(checked, plan, rates, by),
+        "models": checked.models,
+        "fingerprint": checked.manifest["fingerprint"],
     }
 
 
@@ -432,18 +432,18 @@ def describe_dry_run(plan: Values) -> str:
     return to_text(parts, WIDTH)
 
 
-def _say_of_machine(prepared: Prepared) -> str | None:
+def _say_of_machine(checked: CheckedRun) -> str | None:
     try:
-        check_machine(prepared.config)
+        check_machine(checked.config)
     except RefusedError as error:
         return f"here no run can start: {error}"
-    return say_room(prepared.config.job) if is_local() else None
+    return say_room(checked.config.job) if is_local() else None
 
 
-def _timing(prepared: Prepared, plan: Plan, rates: Rates | None, by: datetime | None) -> Values:
+def _timing(checked: CheckedRun, plan: Plan, rates: Rates | None, by: datetime | None) -> Values:
     if rates is None:
         return dict.fromkeys(("rates", "forecast", "documents_per_hour", "by", "cost"))
-    config = prepared.config
+    config = checked.config
     outlook = Outlook(plan.estimates, rates, config.decoding.batch_size)
     forecast = outlook.lasts(config.job.workers)
     seconds = {
@@ -482,8 +482,8 @@ def _by(outlook: Outlook, by: datetime) -> Values:
     }
 
 
-def _checks(prepared: Prepared, plan: Plan) -> list[Values]:
-    policies = [task.config.prompt.length_policy for task in prepared.tasks]
+def _checks(checked: CheckedRun, plan: Plan) -> list[Values]:
+    policies = [task.config.prompt.length_policy for task in checked.tasks]
     policy = "error" if "error" in policies else policies[0]
     counts = plan.rejected
     over = _OVER_LENGTH.get(policy, f"cut ({policy})")
@@ -493,9 +493,9 @@ def _checks(prepared: Prepared, plan: Plan) -> list[Values]:
     ]
     if counts["BadId"]:
         found.append(("null or repeated id", counts["BadId"], "error rows"))
-    if skipped := prepared.source.skipped:
+    if skipped := checked.source.skipped:
         found.append(("files of another kind", None, f"skipped: {describe_skipped(skipped)}"))
-    if repeated := prepared.source.num_repeated:
+    if repeated := checked.source.num_repeated:
         found.append(("symbolic links to files already read", None, f"skipped: {repeated:,}"))
     return [{"check": check, "rows": rows, "outcome": outcome} for check, rows, outcome in found]
 

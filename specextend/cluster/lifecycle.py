@@ -15,9 +15,10 @@ from typing import Any
 
 from specextend.cluster.backlog import RowSet
 from specextend.cluster.checks import (
-    Prepared,
+    CheckedRun,
     check_machine,
     check_retry,
+    check_run,
     check_same_run,
     counts_of_ended,
     describe_selection,
@@ -25,7 +26,6 @@ from specextend.cluster.checks import (
     needed_on_each_node,
     num_left_out,
     open_rows,
-    prepare,
     say_left_out,
 )
 from specextend.cluster.driver import Driver
@@ -110,30 +110,30 @@ def run_job(
         f"interrupted: {interrupt.reason}; nothing was decoded, run again", "run_ended"
     )
     check_machine(config)
-    prepared = prepare(config, interrupt.check, retry_errors)
+    checked = check_run(config, interrupt.check, retry_errors)
     interrupt.check()
-    with reading(prepared.output):
-        if (counts := counts_of_ended(prepared)) is not None:
+    with reading(checked.output):
+        if (counts := counts_of_ended(checked)) is not None:
             display.note(
                 f"complete already, {_say(counts)}; files that determined its rows have changed"
             )
             interrupt.disarm()
             return EXIT_DONE
-        check_retry(prepared)
-    lock = OutputLock(prepared.output, secrets.token_hex(4))
+        check_retry(checked)
+    lock = OutputLock(checked.output, secrets.token_hex(4))
     with held(lock, display.note, interrupt.check):
-        with reading(prepared.output):
-            check_retry(prepared)  # another driver may have begun a run in the meantime
-        prepared = replace(prepared, output=prepared.output.behind(lock.check))
+        with reading(checked.output):
+            check_retry(checked)  # another driver may have begun a run in the meantime
+        checked = replace(checked, output=checked.output.behind(lock.check))
         record = StartRecord(
-            prepared.output,
+            checked.output,
             lock.run_id,
             config,
-            prepared.models,
+            checked.models,
             took_over=lock.predecessor,
         )
         locked = _LockedRun(
-            prepared,
+            checked,
             lock,
             record,
             display,
@@ -148,7 +148,7 @@ def run_job(
 
 @dataclass(slots=True)
 class _LockedRun:
-    prepared: Prepared
+    checked: CheckedRun
     lock: OutputLock
     record: StartRecord
     display: Display
@@ -161,7 +161,7 @@ class _LockedRun:
 
     def finish(self) -> int:
         """Finish the run and return its exit code. Raises as `input_errors`."""
-        output = self.prepared.output
+        output = self.checked.output
         display = self.display
         host = socket.gethostname()
         display.event("run_started", run=self.lock.run_id, host=host, pid=os.getpid())
@@ -175,7 +175,7 @@ class _LockedRun:
                     with self._workers(*work) as driver:
                         driver.drive()
                 with writing(output):
-                    source = self.prepared.source
+                    source = self.checked.source
                     code = self._conclude(
                         finalize(
                             source,
@@ -193,16 +193,16 @@ class _LockedRun:
     def _recorded(self) -> Iterator[None]:
         """Record the start of the run, and its end if it fails."""
         display = self.display
-        with writing(self.prepared.output):
+        with writing(self.checked.output):
             self.record.write()
-        for note in self.prepared.notes:
+        for note in self.checked.notes:
             display.note(note)
-        if paths := needed_on_each_node(self.prepared.config):
+        if paths := needed_on_each_node(self.checked.config):
             display.note(f"each node needs the same files at {', '.join(paths)}")
-        for note in describe_selection(self.prepared.source):
+        for note in describe_selection(self.checked.source):
             display.note(note, "selection")
-        if self.prepared.source.warning:
-            display.note(f"warning: {self.prepared.source.warning}")
+        if self.checked.source.warning:
+            display.note(f"warning: {self.checked.source.warning}")
         try:
             yield
         except BaseException as error:
@@ -223,18 +223,18 @@ class _LockedRun:
 
     def _complete(self) -> int | None:
         """Return the exit code of a run with nothing left to do, else None."""
-        output = self.prepared.output
+        output = self.checked.output
         with reading(output):
             is_done = read_success(output) is not None
             if not is_done and not ended_with_errors(read_starts(output)):
                 return None
             if not all(exists(report_file(output, kind)) for kind in ("json", "html")):
                 return None
-            progress, keys = open_rows(self.prepared)
-            counts = Counts(self.prepared.source.num_rows, len(progress.done), len(progress.errors))
+            progress, keys = open_rows(self.checked)
+            counts = Counts(self.checked.source.num_rows, len(progress.done), len(progress.errors))
             if keys or self._accepts(counts) != is_done:
                 return None
-            if stale := unfinished(self.prepared.source, output):
+            if stale := unfinished(self.checked.source, output):
                 self.display.note(
                     f"missing or damaged in summaries or errors: {', '.join(stale)}; rewritten"
                 )
@@ -246,19 +246,19 @@ class _LockedRun:
         return EXIT_TOO_MANY_ERRORS
 
     def _begin(self) -> tuple[Plan, Progress, Ledger] | None:
-        output = self.prepared.output
-        source = self.prepared.source
+        output = self.checked.output
+        source = self.checked.source
         with reading(output):
-            is_begun = check_same_run(self.prepared)
-            progress, keys = open_rows(self.prepared)
-            for note in say_left_out(num_left_out(self.prepared, progress)):
+            is_begun = check_same_run(self.checked)
+            progress, keys = open_rows(self.checked)
+            for note in say_left_out(num_left_out(self.checked, progress)):
                 self.display.note(note)
         plan = self._plan(keys) if keys else None
         with writing(output):
             if not is_begun:
-                if self.prepared.config.input.depends_on_runs:
+                if self.checked.config.input.depends_on_runs:
                     write_selection(source, output)
-                write_manifest(output, self.prepared.manifest)
+                write_manifest(output, self.checked.manifest)
             remove_success(output)
         if plan is None:
             return None
@@ -267,7 +267,7 @@ class _LockedRun:
             self._refuse(plan, progress)
         if not plan.estimates:
             return None
-        draft = self.prepared.config.active_draft
+        draft = self.checked.config.active_draft
         ledger = Ledger(
             plan.estimates,
             len(progress.done),
@@ -278,11 +278,11 @@ class _LockedRun:
         return plan, progress, ledger
 
     def _plan(self, keys: RowSet) -> Plan:
-        prepared = self.prepared
+        checked = self.checked
         begin = time.monotonic()
-        plan = make_plan(prepared.source, prepared.tasks, keys, self.interrupt.check)
+        plan = make_plan(checked.source, checked.tasks, keys, self.interrupt.check)
         self.display.note(
-            f"{len(keys):,} of {counted(prepared.source.num_rows, 'row')} to do, "
+            f"{len(keys):,} of {counted(checked.source.num_rows, 'row')} to do, "
             f"about {counted(plan.num_prompt_tokens(), 'prompt token')} (planned in "
             f"{time.monotonic() - begin:.1f} s)"
         )
@@ -301,23 +301,23 @@ class _LockedRun:
                 error = self._refusal(key)
                 say_failed(self.display, key, error, attempts)
                 rows.append(failed_row(key, error, attempts, progress.kept.find(key)))
-            with writing(self.prepared.output):
+            with writing(self.checked.output):
                 writer.commit(rows)
 
     def _refusal(self, key: DocumentKey) -> DocumentError:
         row = None
         try:
-            row = self.prepared.source.read(key)
-            self.prepared.tasks[0].prompts.room(
-                row.max_new_tokens or self.prepared.config.decoding.max_new_tokens
+            row = self.checked.source.read(key)
+            self.checked.tasks[0].prompts.room(
+                row.max_new_tokens or self.checked.config.decoding.max_new_tokens
             )
         except DocumentError as error:
             return with_document(error, row)
-        raise AssertionError(f"{self.prepared.source.place(key)} was refused, but can be read")
+        raise AssertionError(f"{self.checked.source.place(key)} was refused, but can be read")
 
     def _commit_writer(self) -> CommitWriter:
-        output = self.prepared.output
-        manifest = self.prepared.manifest
+        output = self.checked.output
+        manifest = self.checked.manifest
         with writing(output):
             origin = provenance(manifest, [self.record.start], [self.lock.run_id])
             return CommitWriter(output, self.lock.run_id, manifest["fingerprint"], origin)
@@ -325,9 +325,9 @@ class _LockedRun:
     @contextmanager
     def _workers(self, plan: Plan, progress: Progress, ledger: Ledger) -> Iterator[Driver]:
         """Connect to Ray and make the driver. The workers end with the block."""
-        with reading(self.prepared.output):
-            tried = tried_before(self.prepared.output, progress)
-        config = settle_batch_size(self.prepared.config, self.prepared.facts, plan)
+        with reading(self.checked.output):
+            tried = tried_before(self.checked.output, progress)
+        config = settle_batch_size(self.checked.config, self.checked.facts, plan)
         self._plan_memory(config, plan)
         self.display.note(
             f"connecting to Ray (RAY_ADDRESS={os.environ.get('RAY_ADDRESS', 'auto')})"
@@ -346,7 +346,7 @@ class _LockedRun:
                     self.display.note(f"warning: {doubt}", "draft_doubted")
 
     def _plan_memory(self, config: RunConfig, plan: Plan) -> None:
-        memory = plan_memory(config, self.prepared.facts, plan)
+        memory = plan_memory(config, self.checked.facts, plan)
         self.record.plan(memory)
         if cache := memory["cache"]:
             most = cache["max_batch_size"]
@@ -369,8 +369,8 @@ class _LockedRun:
         early: list[Any],
         earlier: Callable[[DocumentKey], Earlier | None],
     ) -> Driver:
-        source = self.prepared.source
-        output = self.prepared.output
+        source = self.checked.source
+        output = self.checked.output
         job = config.job
         num_leases = config.decoding.batch_size + EXTRA_LEASES
         group_rows = [file.group_rows for file in source.files]
@@ -388,7 +388,7 @@ class _LockedRun:
             pool=Pool(
                 config,
                 source,
-                partial(checked_engine, factory=self.factory, hashes=self.prepared.hashes),
+                partial(checked_engine, factory=self.factory, hashes=self.checked.hashes),
                 early,
                 earlier,
             ),
@@ -415,11 +415,11 @@ class _LockedRun:
 
         Only the report can be interrupted.
         """
-        output = self.prepared.output
+        output = self.checked.output
         code = EXIT_DONE if self._accepts(counts) else EXIT_TOO_MANY_ERRORS
         self.interrupt.check()
         self.report(
-            self.prepared.config.output.path,
+            self.checked.config.output.path,
             output,
             ending=self.record.ending(code),
             checkpoint=self.interrupt.check,
@@ -427,7 +427,7 @@ class _LockedRun:
         )
         self.display.note(_say(counts))
         if code == EXIT_TOO_MANY_ERRORS:
-            self._say_too_many(counts, open_rows(self.prepared)[0])
+            self._say_too_many(counts, open_rows(self.checked)[0])
         self.lock.confirm()
         self.record.end(code)
         if code == EXIT_DONE:
@@ -435,7 +435,7 @@ class _LockedRun:
         return code
 
     def _say_too_many(self, counts: Counts, progress: Progress) -> None:
-        share = self.prepared.config.job.max_error_fraction
+        share = self.checked.config.job.max_error_fraction
         allowed = counted(int(share * counts.rows), "failed row")
         num_retryable = len(progress.errors) - len(progress.final)
         where = ["errors/"] if len(progress.errors) > progress.num_partial else []
@@ -449,7 +449,7 @@ class _LockedRun:
         )
 
     def _accepts(self, counts: Counts) -> bool:
-        return counts.errors <= self.prepared.config.job.max_error_fraction * counts.rows
+        return counts.errors <= self.checked.config.job.max_error_fraction * counts.rows
 
 
 def _say(counts: Counts) -> str:

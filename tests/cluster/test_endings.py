@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from specextend.cluster.checks import prepare
+from specextend.cluster.checks import check_run
 from specextend.cluster.exits import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -39,7 +39,7 @@ class Ended:
     def __init__(self, folder):
         source_of(folder / "in", [NUM_ROWS] * 2)
         self.output, self.screen = folder / "output", Screen()
-        prepared = prepare(self.config())
+        prepared = check_run(self.config())
         self.fingerprint = prepared.manifest["fingerprint"]
         write_manifest(prepared.output, prepared.manifest)
         keys = [DocumentKey(file, row) for file in range(2) for row in range(NUM_ROWS)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from specextend.cluster.backlog import TokenEstimate
-from specextend.cluster.checks import prepare
+from specextend.cluster.checks import check_run
 from specextend.cluster.dry_run import (
     DocumentCost,
     Outlook,
@@ -82,7 +82,7 @@ def test_long_documents_are_represented_by_their_tokens_longest_first():
 
 
 def calibrated(run, size, factory=FakeEngine, interrupt=None):
-    prepared = prepare(run.config())
+    prepared = check_run(run.config())
     estimates = documents(*(TokenEstimate(row + 1, 5) for row in range(prepared.source.num_rows)))
     return calibrate(prepared, estimates, size, interrupt or Interrupt(600.0), lambda line: None, factory)
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cluster.checks import prepare
+from specextend.cluster.checks import check_run
 from specextend.cluster.driver import is_damaged_row
 from specextend.cluster.exits import EXIT_FAILED, RunError, exit_code, exit_code_of_command
 from specextend.config import RunConfig
@@ -116,7 +116,7 @@ def test_a_store_that_is_away_at_the_start_is_no_mistake_of_the_configuration(s3
     config = RunConfig.load(CONFIG, [f"input.path={path}", "output.path=out", "input.id_column=null"])
     s3.is_down = True
     with pytest.raises(RunError, match=r"^input.path .* cannot be listed .*; run again$") as said:
-        prepare(config)
+        check_run(config)
     assert exit_code(said.value) == EXIT_FAILED
 
 

@@ -4,7 +4,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from specextend.cluster.checks import prepare
+from specextend.cluster.checks import check_run
 from specextend.cluster.dry_run import Rates, describe_dry_run, dry_run, parse_time
 from specextend.config import RunConfig
 from tests.job.conftest import CONFIG, on, read_json, specextend, write_corpus
@@ -41,7 +41,7 @@ def foreseen(corpus, tmp_path, by_s=3600.0):
     config = RunConfig.load(CONFIG, [f"input.path={corpus}", "input.id_column=null", f"output.path={tmp_path}/out"])
     rates = Rates(prefill=0, decode=1 / 24, output_share=1, spread=0, num_documents=9, start_s=600, device="an H200")
     by = datetime.now().astimezone() + timedelta(seconds=by_s)
-    plan = dry_run(prepare(config), by=by, calibrate=lambda prepared, estimates: rates)
+    plan = dry_run(check_run(config), by=by, calibrate=lambda prepared, estimates: rates)
     return plan, describe_dry_run(plan)
 
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cluster.checks import prepare
+from specextend.cluster.checks import check_run
 from specextend.models.causal_lm import load_tokenizer, read_facts
 from specextend.models.model_files import ModelError
 from specextend.models.pairing import describe_asks
@@ -86,7 +86,7 @@ def test_what_a_model_asks_is_said_at_the_start_and_kept_in_the_manifest(asking,
     )
     pq.write_table(pa.table({"text": ["t5 t6 t7"]}), tmp_path / "in.parquet")
     places = {"input__path": str(tmp_path / "in.parquet"), "output__path": str(tmp_path / "out")}
-    prepared = prepare(tiny_config(replace(asking, target=str(target)), **places))
+    prepared = check_run(tiny_config(replace(asking, target=str(target)), **places))
     assert line in prepared.notes
     assert prepared.manifest["models"]["target"]["asks"] == line
 
