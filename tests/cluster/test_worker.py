@@ -9,26 +9,10 @@ from specextend.cluster.messages import Done
 from specextend.cluster.worker import Worker
 from specextend.core import DocumentKey, Request
 from specextend.data.source import open_source
-from specextend.document_requests import Inbox, document_seed
+from specextend.document_requests import document_seed
 from tests.cluster.conftest import Job
 from tests.cluster.fakes import FakeEngine, QuotingEngine
 from tests.job.conftest import wait_for
-
-
-def request(name, length):
-    return Request(request_id=name, prompt_token_ids=[1] * length, max_new_tokens=1)
-
-
-def test_questions_about_one_document_go_to_the_engine_one_after_another():
-    """It reads the document once then, also if a longer one comes in between."""
-    inbox = Inbox()
-    taken = []
-    for name, document, question in (("a1", 7, 40), ("a2", 7, 20), ("a3", 7, 90), ("b1", 8, 60), ("b2", 8, 50)):
-        inbox.put(Request(request_id=name, prompt_token_ids=[document] * 300 + [1] * question, max_new_tokens=1))
-    taken += [inbox.take(block=False).request_id for _ in range(2)]
-    inbox.put(request("longest", 500))
-    taken += [inbox.take(block=False).request_id for _ in range(4)]
-    assert taken == ["a3", "a1", "a2", "longest", "b1", "b2"]
 
 
 def test_a_document_keeps_its_seed_wherever_and_whenever_it_runs():
