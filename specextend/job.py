@@ -15,7 +15,7 @@ from specextend.cluster.environment import prepare_environment
 from specextend.cluster.exits import EXIT_INTERRUPTED, Interrupt, InterruptedRunError, RefusedError
 from specextend.cluster.progress import Display, open_display
 from specextend.config import Configs, RunConfig
-from specextend.core import ReadOnly
+from specextend.core import ReadOnly, Values
 from specextend.data.run_folder import Retry
 from specextend.folders import die
 
@@ -78,10 +78,7 @@ def run(
         input: Overrides `input.path`.
         output: Overrides `output.path`.
         settings: Overrides of other keys, such as `{"job.workers": 2}`.
-        run_date: Value of `{run_date}` in paths; default: today.
-        retry_errors: Error rows to repeat, as `--retry-errors`.
-        redo: Condition on the rows of a finished run to repeat, as `--redo`.
-        redo_as: Folder name for `redo`, as `--redo-as`.
+        run_date, retry_errors, redo, redo_as: As on the command line.
         cancel: Event to stop the run. Finished work is committed; the exit code is 75, as on
             Ctrl-C.
         progress: Show the progress on stderr.
@@ -91,10 +88,10 @@ def run(
         RunError: The run failed; a later call may succeed.
     """
     paths = {"input.path": input, "output.path": output}
-    values = {key: str(path) for key, path in paths.items() if path is not None} | dict(
-        settings or {}
-    )
-    overrides = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    values: Values = {key: str(path) for key, path in paths.items() if path is not None}
+    overrides = [
+        f"{key}={json.dumps(value)}" for key, value in (values | dict(settings or {})).items()
+    ]
     loaded = RunConfig.load(config, overrides, run_date=run_date)
     if not _ONE_RUN.acquire(blocking=False):
         raise RefusedError(
@@ -103,9 +100,8 @@ def run(
     with ExitStack() as stack:
         stack.callback(_ONE_RUN.release)
         _prepare_environment()
-        interrupt = stack.enter_context(
-            _cancelled_by(cancel or threading.Event(), loaded.job.deadline_s)
-        )
+        cancel = cancel or threading.Event()
+        interrupt = stack.enter_context(_cancelled_by(cancel, loaded.job.deadline_s))
         # Ray reads the environment when it is imported
         from specextend.cluster import checks
         from specextend.cluster.lifecycle import run_job
@@ -113,17 +109,11 @@ def run(
         loaded = checks.redo(loaded, redo, redo_as)
         with closing(open_display() if progress else Display(lambda line: None)) as display:
             try:
-                code = run_job(
-                    loaded,
-                    display,
-                    interrupt,
-                    retry_errors=retry_errors,
-                )
+                code = run_job(loaded, display, interrupt, retry_errors=retry_errors)
             except InterruptedRunError:
                 code = EXIT_INTERRUPTED
-    return RunResult(
-        code, loaded.output.path, _report(loaded.output.path, is_over=code != EXIT_INTERRUPTED)
-    )
+    folder = loaded.output.path
+    return RunResult(code, folder, _report(folder, is_over=code != EXIT_INTERRUPTED))
 
 
 def _prepare_environment() -> None:

@@ -209,13 +209,8 @@ def start(arguments: Arguments) -> int:
 
     with closing(open_display(log=arguments.log)) as display:
         config = arguments.of_rest(config, display.note)
-        code = run_job(
-            config,
-            display,
-            interrupt,
-            retry_errors=arguments.retry_errors or "none",
-            ray=ray,
-        )
+        retry_errors = arguments.retry_errors or "none"
+        code = run_job(config, display, interrupt, retry_errors=retry_errors, ray=ray)
     _exit_when_told(code)  # the run is over; only its output is left
     try:
         conclude(config.output.path)

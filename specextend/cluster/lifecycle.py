@@ -126,22 +126,10 @@ def run_job(
             check_retry(checked)  # another driver may have begun a run in the meantime
         checked = replace(checked, output=checked.output.behind(lock.check))
         record = StartRecord(
-            checked.output,
-            lock.run_id,
-            config,
-            checked.models,
-            took_over=lock.predecessor,
+            checked.output, lock.run_id, config, checked.models, took_over=lock.predecessor
         )
-        locked = _LockedRun(
-            checked,
-            lock,
-            record,
-            display,
-            interrupt,
-            report,
-            factory,
-            ray or connected(interrupt),
-        )
+        ray = ray or connected(interrupt)
+        locked = _LockedRun(checked, lock, record, display, interrupt, report, factory, ray)
         interrupt.last = locked.end_by_force
         return locked.finish()
 
