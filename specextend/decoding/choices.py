@@ -23,7 +23,7 @@ from specextend.core import FinishReason, Scored, json_values
 from specextend.decoding.device import upload
 from specextend.decoding.model import CachedModel
 from specextend.decoding.sampling import FARTHEST, NonFiniteLogits, where_finite
-from specextend.decoding.sequence import Sequence as Running
+from specextend.decoding.sequence import RunningSequence
 from specextend.decoding.tree import DraftTrees, TreeNode, tree_mask
 
 MOST_NODES = 96
@@ -45,7 +45,7 @@ class ChoiceScorer:
     _on_forward: Callable[[], None]
     """Called for each forward of the target."""
 
-    def answer(self, sequence: Running) -> tuple[Path, FinishReason]:
+    def answer(self, sequence: RunningSequence) -> tuple[Path, FinishReason]:
         """Make a sequence's choices, one after the other; return its output, and why it ends
         there.
         """
@@ -69,7 +69,7 @@ class ChoiceScorer:
             sequence.leads += [lead] * (len(path) - len(sequence.leads))
         return path, "stop"
 
-    def score(self, sequence: Running) -> None:
+    def score(self, sequence: RunningSequence) -> None:
         """Score the values of the closed fields of an output that is done, behind what it says
         before them. An output that broke off has none.
 
@@ -91,7 +91,7 @@ class ChoiceScorer:
                 values = zip(choice.values, log_probs, strict=True)
                 sequence.scored[:0] = [Scored(choice.field, *each) for each in values]
 
-    def _behind_output(self, sequence: Running, paths: Sequence[Path]) -> list[float]:
+    def _behind_output(self, sequence: RunningSequence, paths: Sequence[Path]) -> list[float]:
         """Return what `_log_probs` does, where the rows are those of an output, which may have the
         same text in other tokens.
         """
@@ -109,7 +109,7 @@ class ChoiceScorer:
         paths: list[Path] = self._tokenizer([*texts], add_special_tokens=False)["input_ids"]
         return paths
 
-    def _log_probs(self, sequence: Running, paths: Sequence[Path]) -> list[float]:
+    def _log_probs(self, sequence: RunningSequence, paths: Sequence[Path]) -> list[float]:
         """Return the log probability of each path, given that it is one of them."""
         prompt = sequence.request.prompt_token_ids
         num_shared = _num_shared(paths)
@@ -129,7 +129,7 @@ class ChoiceScorer:
         return sums.log_softmax(0).tolist()
 
     def _groups(
-        self, sequence: Running, paths: Sequence[Path], num_shared: int
+        self, sequence: RunningSequence, paths: Sequence[Path], num_shared: int
     ) -> Iterator[list[int]]:
         """Yield places of paths that fit into one tree; of one path if trees must be chains."""
         room = min(
@@ -151,7 +151,7 @@ class ChoiceScorer:
             before = path
         yield group
 
-    def _sums(self, sequence: Running, forced: Path, tails: Sequence[Path]) -> Tensor:
+    def _sums(self, sequence: RunningSequence, forced: Path, tails: Sequence[Path]) -> Tensor:
         """Return [n] fp64: for each of the tails, which follow `forced`, the sum of its tokens' log
         probabilities.
         """
@@ -175,7 +175,7 @@ class ChoiceScorer:
             0, tail_of.cpu(), log_probs.cpu()
         )
 
-    def _logits(self, sequence: Running, tree: DraftTrees) -> Tensor:
+    def _logits(self, sequence: RunningSequence, tree: DraftTrees) -> Tensor:
         """Run N nodes behind the sequence's rows; return logits [N, V] fp32."""
         length = sequence.length
         depths = tree.depths

@@ -8,8 +8,7 @@ size, `F` features of a position (`Drafter.hidden_layers`), `V` vocabulary, `W` 
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,7 +40,7 @@ from specextend.decoding.sampling import (
     penalties_of,
     where_finite,
 )
-from specextend.decoding.sequence import Sequence, StopChecker, Stopwatch, choose
+from specextend.decoding.sequence import RunningSequence, StopChecker, Stopwatch, choose
 from specextend.decoding.speculation import Adaptive, Payoff
 from specextend.decoding.tree import Decided, Drafter, DraftTrees, among_roots, prune, roots_only
 from specextend.decoding.verification import Verified, Verifier
@@ -118,8 +117,8 @@ class Engine:
         self._grammars = Grammars(tokenizer, eos_token_ids, target.config.vocab_size)
         self._reader = PromptReader(target, self.drafter, scored, self._watch, self._count_step)
         self._lock = threading.Lock()
-        self._active: dict[str, Sequence] = {}
-        self._reading: Sequence | None = None
+        self._active: dict[str, RunningSequence] = {}
+        self._reading: RunningSequence | None = None
         """Active sequence with an unread rest of its prompt."""
         self._owed_s = 0.0
         """Seconds of steps due to running sequences before the next chunk of a prompt."""
@@ -246,7 +245,7 @@ class Engine:
             sequence.stats.num_memory_retries = queue.num_retries.pop(request.request_id, 0)
             self._reading = sequence
 
-    def _start(self, request: Request) -> Sequence | None:
+    def _start(self, request: Request) -> RunningSequence | None:
         """Reserve a slot and cache rows for a request; return None if there is no room now."""
         if request.request_id in self._active:
             raise ValueError(
@@ -272,14 +271,16 @@ class Engine:
         policy = CachePolicy(self._cache_options)
         penalties = penalties_of(request, self.target.device, self._asks)
         drafts = self._drafting.is_wanted(request)
-        sequence = Sequence(request, *admitted, stopper, policy, now, drafts, penalties, grammar)
+        sequence = RunningSequence(
+            request, *admitted, stopper, policy, now, drafts, penalties, grammar
+        )
         self._drafting.admit(sequence, self._active.values())
         with self._lock:
             self._active[request.request_id] = sequence
         return sequence
 
     def _guard(
-        self, work: Work, sequences: list[Sequence], queue: Queue, on_error: OnError | None
+        self, work: Work, sequences: list[RunningSequence], queue: Queue, on_error: OnError | None
     ) -> None:
         """Do the work. If memory runs out and a size can be lowered, restart the sequences."""
         try:
@@ -308,14 +309,14 @@ class Engine:
         release_cached(self.target.device)
         self._watch.restart()
 
-    def _has_less(self, work: Work, sequences: list[Sequence], size: int) -> bool:
+    def _has_less(self, work: Work, sequences: list[RunningSequence], size: int) -> bool:
         """Return True if a restart takes less memory: by a smaller size, or without a draft."""
         still_drafts = self._memory.num_nodes == 0 and any(
             sequence.drafts for sequence in sequences
         )
         return self._memory.lower(work, size, len(self._active)) or still_drafts
 
-    def _fail(self, sequences: list[Sequence], error: Exception, on_error: OnError) -> None:
+    def _fail(self, sequences: list[RunningSequence], error: Exception, on_error: OnError) -> None:
         """Report the failure of one sequence. Raises BatchError for several."""
         if len(sequences) > 1:
             raise BatchError(
@@ -327,7 +328,7 @@ class Engine:
             self._reader.forget()
         on_error(sequences[0].request.request_id, error)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: RunningSequence) -> None:
         with self._lock:
             del self._active[sequence.request.request_id]
         if sequence is self._reading:
@@ -358,7 +359,7 @@ class Engine:
         for sequence in dropped:
             self._leave(sequence)
 
-    def _prefill(self, sequences: list[Sequence]) -> None:
+    def _prefill(self, sequences: list[RunningSequence]) -> None:
         """Read a chunk of the prompt. After the last chunk, choose the first token."""
         [sequence] = sequences
         request = sequence.request
@@ -390,7 +391,7 @@ class Engine:
     def _count_step(self) -> None:
         self.num_steps += 1
 
-    def _step(self, running: list[Sequence]) -> None:
+    def _step(self, running: list[RunningSequence]) -> None:
         """Draft, verify, accept, and let the draft read the decided tokens, for all sequences."""
         started_at = self._watch.mark
         self._drafting.begin_step(self.num_steps)
@@ -409,7 +410,7 @@ class Engine:
         self._drafting.payoff.took(self._watch.mark - started_at)
 
     def _accept(
-        self, sequences: list[Sequence], trees: DraftTrees, step: Verified, begin: float
+        self, sequences: list[RunningSequence], trees: DraftTrees, step: Verified, begin: float
     ) -> None:
         """Append the decided tokens, and count a step with a verification since `begin`."""
         lengths = [sequence.length for sequence in sequences]
@@ -446,7 +447,7 @@ class Drafting:
     """Largest tree."""
     _watch: Stopwatch
     _options: CacheOptions
-    _scored_layers: Items[int]
+    _scored_layers: Sequence[int]
     """Layers of the target for retrieval."""
 
     def __post_init__(self) -> None:
@@ -459,7 +460,7 @@ class Drafting:
         drafts = self.payoff.drafts if request.drafts is None else request.drafts
         return self._memory.num_nodes > 0 and drafts and not request.choices
 
-    def admit(self, sequence: Sequence, active: Iterable[Sequence]) -> None:
+    def admit(self, sequence: RunningSequence, active: Iterable[RunningSequence]) -> None:
         """Choose whether a new sequence begins with a draft or a pause."""
         if not sequence.drafts:
             sequence.speculation.active = False
@@ -468,7 +469,7 @@ class Drafting:
             num_tokens = len(sequence.request.prompt_token_ids)
             sequence.speculation = self._adaptive.begin(num_tokens, running)
 
-    def ended(self, sequence: Sequence, active: Iterable[Sequence]) -> None:
+    def ended(self, sequence: RunningSequence, active: Iterable[RunningSequence]) -> None:
         """Count a finished document. If drafts do not pay, end those of active sequences."""
         if sequence.request.drafts is None and not sequence.request.choices:
             worth_s = sequence.speculation.worth_s
@@ -488,7 +489,7 @@ class Drafting:
         if self._timed_for is not None:
             synchronise(self._target.device)
 
-    def propose(self, sequences: list[Sequence]) -> DraftTrees:
+    def propose(self, sequences: list[RunningSequence]) -> DraftTrees:
         """Return a tree for each sequence. In a plain step it is the root.
 
         Drafts propose for active sequences, n-grams for pausing ones. Grammars remove forbidden
@@ -533,7 +534,7 @@ class Drafting:
             return trees.padded(1 + self._memory.num_nodes)
         return trees.padded(self._adaptive.costs.size_for(trees.num_nodes))
 
-    def _draft(self, drafting: list[Sequence]) -> DraftTrees | None:
+    def _draft(self, drafting: list[RunningSequence]) -> DraftTrees | None:
         """Let the draft propose trees."""
         if not drafting:
             return None
@@ -554,7 +555,9 @@ class Drafting:
             )
         return trees
 
-    def _glance(self, pausing: list[Sequence], running: list[Sequence]) -> DraftTrees | None:
+    def _glance(
+        self, pausing: list[RunningSequence], running: list[RunningSequence]
+    ) -> DraftTrees | None:
         """Propose n-grams, which take no time. Captured steps have no trees of such sizes."""
         if self._adaptive is None or not pausing or self._graphs.enabled:
             return None
@@ -565,7 +568,7 @@ class Drafting:
         return trees.chains() if trees and self._target.is_recurrent else trees
 
     def _constrain(
-        self, trees: DraftTrees, sequences: list[Sequence], places: Items[int]
+        self, trees: DraftTrees, sequences: list[RunningSequence], places: Sequence[int]
     ) -> DraftTrees:
         """Apply grammars to the trees at `places`: remove forbidden nodes, add forced ones."""
         if not any(sequences[b].grammar for b in places):
@@ -585,7 +588,7 @@ class Drafting:
 
     def observe(
         self,
-        sequences: list[Sequence],
+        sequences: list[RunningSequence],
         lengths: list[int],
         trees: DraftTrees,
         accepted: list[int],
@@ -596,7 +599,7 @@ class Drafting:
             seconds = verify_s if self._timed_for else None
             self._adaptive.observe(sequences, lengths, trees, accepted, seconds)
 
-    def read_first(self, sequence: Sequence, token_id: int, end: PromptEnd) -> None:
+    def read_first(self, sequence: RunningSequence, token_id: int, end: PromptEnd) -> None:
         """Let the draft read the first token after a prompt."""
         if sequence.drafts and not sequence.has_ended:
             self._timed_for = self._adaptive  # the host has waited for the token
@@ -604,7 +607,7 @@ class Drafting:
             self._drafter.read(sequence.slot, [token_id])
             self._read_late(sequence, [token_id], end.features)
 
-    def read(self, sequences: list[Sequence], step: Verified) -> None:
+    def read(self, sequences: list[RunningSequence], step: Verified) -> None:
         """Retrieve where due. Then let active drafts read the decided tokens."""
         going = {
             b: sequence
@@ -639,7 +642,7 @@ class Drafting:
                 new = step.new_token_ids[b]
                 self._read_late(sequence, new, step.features[b, : len(new)].clone())
 
-    def _read_late(self, sequence: Sequence, token_ids: list[int], features: Tensor) -> None:
+    def _read_late(self, sequence: RunningSequence, token_ids: list[int], features: Tensor) -> None:
         """Keep decided tokens and the features before them. An active draft reads all kept ones."""
         sequence.undrafted.append((token_ids, features))
         if sequence.speculation.active and not self.payoff.is_plain:
@@ -647,7 +650,7 @@ class Drafting:
             missed, before = sequence.catch_up()
             self._absorb([sequence], Decided.pad([missed], [before]))
 
-    def _retrieve(self, due: list[tuple[Sequence, list[Tensor]]]) -> None:
+    def _retrieve(self, due: list[tuple[RunningSequence, list[Tensor]]]) -> None:
         """Choose the chunks for drafts by queries [H, D] of each sequence's last committed token.
 
         The queries are those of the scoring layers. The host waits once for the scores of all.
@@ -661,7 +664,7 @@ class Drafting:
             )
         self._watch.charge("retrieval_s", [sequence for sequence, _ in due])
 
-    def _mass(self, sequence: Sequence, queries: list[Tensor]) -> Tensor:
+    def _mass(self, sequence: RunningSequence, queries: list[Tensor]) -> Tensor:
         """Return each chunk's share [C] of attention; empty without scoring layers."""
         if not self._scored_layers:
             return torch.empty(0)
@@ -669,7 +672,7 @@ class Drafting:
         keys = [self._target.cache.layers[layer][0, :, rows] for layer in self._scored_layers]
         return mean_mass(queries, keys, self._options.chunk_size, self._target.scale)
 
-    def _absorb(self, sequences: list[Sequence], decided: Decided) -> float:
+    def _absorb(self, sequences: list[RunningSequence], decided: Decided) -> float:
         """Let the draft read selected and decided tokens; return the seconds of the latter."""
         begin = self._watch.charge("other_s", sequences)
         if self._drafter.read_selected([sequence.slot for sequence in sequences]):

@@ -8,8 +8,7 @@ Shapes: `P` tokens of a prompt, `T` of a chunk, `L` layers, `C` hidden size, `F`
 position, `H` query heads, `K` key heads, `D` head size.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import KVCache
 from specextend.decoding.device import synchronise
 from specextend.decoding.model import CachedModel
-from specextend.decoding.sequence import Sequence, Stopwatch
+from specextend.decoding.sequence import RunningSequence, Stopwatch
 from specextend.decoding.tree import Drafter
 
 LEAST_REUSED = 256
@@ -78,7 +77,7 @@ class PromptReader:
 
     _target: CachedModel
     _drafter: Drafter
-    _scored_layers: Items[int]
+    _scored_layers: Sequence[int]
     """Layers of the target that score chunks."""
     _watch: Stopwatch
     _on_chunk: Callable[[], None]
@@ -92,7 +91,7 @@ class PromptReader:
         self._last_prompt = None
         self._features = []
 
-    def read(self, sequence: Sequence, chunk_size: int) -> PromptEnd | None:
+    def read(self, sequence: RunningSequence, chunk_size: int) -> PromptEnd | None:
         """Read the next chunk of a prompt. Prompts are read one after the other.
 
         Returns:
@@ -119,7 +118,7 @@ class PromptReader:
         queries = [plan.queries[layer][0, -1] for layer in self._scored_layers]
         return PromptEnd(hidden[0, -1:], features[0, -1:], queries)
 
-    def _take_over(self, sequence: Sequence) -> list[Tensor]:
+    def _take_over(self, sequence: RunningSequence) -> list[Tensor]:
         """Copy the common start of the last prompt; return its features [1, n, F] in chunks."""
         last, self._last_prompt = self._last_prompt, None  # its rows may be overwritten from here
         n = last.length_in(sequence.request.prompt_token_ids) if last else 0
@@ -129,7 +128,9 @@ class PromptReader:
         sequence.length = sequence.stats.num_cached_tokens = n
         return last.write(self._target.cache, sequence.region.start, n)
 
-    def _let_draft_read(self, sequence: Sequence, token_ids: Tensor, chunks: Items[Tensor]) -> None:
+    def _let_draft_read(
+        self, sequence: RunningSequence, token_ids: Tensor, chunks: Sequence[Tensor]
+    ) -> None:
         """Let the draft read tokens [T] of the prompt with their features [1, n, F] in chunks."""
         if sequence.drafts and chunks:  # so that each model is charged for its GPU seconds
             synchronise(self._target.device)
@@ -143,7 +144,7 @@ class PromptReader:
         self._watch.charge("draft_prefill_s", [sequence])
 
     def _read_chunk(
-        self, sequence: Sequence, chunk: Tensor
+        self, sequence: RunningSequence, chunk: Tensor
     ) -> tuple[AttentionPlan, Tensor, Tensor]:
         """Run the target on the next chunk [T] of a prompt.
 

@@ -1,10 +1,9 @@
 """A running request: its state, the record of its draft, its end, and a stopwatch.
 
-Begin with `Sequence`.
+Begin with `RunningSequence`.
 """
 
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -38,7 +37,7 @@ _BROKEN = "\ufffd"
 """Replacement for bytes of an incomplete character."""
 _LONGEST_CHARACTER = 4
 """Bytes of a character, and so its largest number of tokens."""
-Nodes = tuple[Items[int], Items[int]]
+Nodes = tuple[Sequence[int], Sequence[int]]
 """Token ids and parents of the nodes of a tree."""
 
 
@@ -236,7 +235,7 @@ class Speculation:
 
 
 @dataclass(slots=True)
-class Sequence:
+class RunningSequence:
     """The state of a request between two steps."""
 
     request: Request
@@ -414,7 +413,7 @@ class Sequence:
 
 
 def choose(
-    sequences: Items[Sequence], logits: Tensor, positions: Tensor, trees: Items[Nodes]
+    sequences: Sequence[RunningSequence], logits: Tensor, positions: Tensor, trees: Sequence[Nodes]
 ) -> Tensor:
     """Choose a token after each node of the trees of sequences.
 
@@ -451,7 +450,7 @@ class Stopwatch:
         """Charge the time since the mark to nobody."""
         self.mark = perf_counter()
 
-    def charge(self, phase: Phase, sequences: Items[Sequence]) -> float:
+    def charge(self, phase: Phase, sequences: Sequence[RunningSequence]) -> float:
         """Charge the time since the mark to a phase of sequences; return the current time."""
         now = perf_counter()
         for sequence in sequences:

@@ -33,9 +33,9 @@ from specextend.decoding.sequence import (
     LEAST_TRUST,
     TRIAL_STEPS,
     Evidence,
+    RunningSequence,
     Speculation,
 )
-from specextend.decoding.sequence import Sequence as Running
 from specextend.decoding.tree import DraftTrees, prune
 from specextend.stats import DecodingStats, ratio
 
@@ -438,7 +438,7 @@ class Adaptive:
         self.costs = costs
         self.payoff = Payoff()
         self._captured = captured
-        self._promises: tuple[list[Running], Tensor] = [], torch.empty(0, 0)
+        self._promises: tuple[list[RunningSequence], Tensor] = [], torch.empty(0, 0)
         self._experience = Experience()
         self._num_settled = 0
         """Steps since the last decision, while all pause and no try is due."""
@@ -481,7 +481,7 @@ class Adaptive:
         seconds = [self.costs.verify_s(size, lengths) for size in (1, self._sizes[-1])]
         return _WORTH_A_THOUGHT * (seconds[1] / seconds[0] - 1) / max(1, self._sizes[-1] - 1)
 
-    def begin(self, num_tokens: int, running: Sequence[Running]) -> Speculation:
+    def begin(self, num_tokens: int, running: Sequence[RunningSequence]) -> Speculation:
         """Return the record of a new sequence, which begins with a pause if drafts do not pay."""
         new = self._experience.begin(num_tokens)
         if self._experience.is_known:
@@ -492,7 +492,9 @@ class Adaptive:
                 new.pause()
         return new
 
-    def prune(self, trees: DraftTrees, drafting: list[Running], lengths: list[int]) -> DraftTrees:
+    def prune(
+        self, trees: DraftTrees, drafting: list[RunningSequence], lengths: list[int]
+    ) -> DraftTrees:
         """Cut trees to the size with most tokens per second, for `lengths` of all sequences.
 
         During a try the size is never 1, since a plain step gives no evidence.
@@ -542,7 +544,7 @@ class Adaptive:
 
     def observe(
         self,
-        sequences: list[Running],
+        sequences: list[RunningSequence],
         lengths: list[int],
         trees: DraftTrees,
         accepted: list[int],
@@ -584,7 +586,7 @@ class Adaptive:
                 state.observe_idle(rows, expected, number)
                 self._experience.observe_idle(rows, expected, number)
 
-    def decide(self, sequences: list[Running]) -> None:
+    def decide(self, sequences: list[RunningSequence]) -> None:
         """Decide which of the sequences speculate in the next step."""
         states = [sequence.speculation for sequence in sequences]
         tries = self._experience.in_credit and any(state.pause_is_over for state in states)

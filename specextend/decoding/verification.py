@@ -4,8 +4,7 @@ Shapes: `B` sequences, `N` tree nodes (root included), `C` hidden size, `F` feat
 `V` vocabulary, `W` nodes of a path, `H` query heads, `D` head size.
 """
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -17,7 +16,7 @@ from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.device import Graphs, upload
 from specextend.decoding.model import CachedModel
 from specextend.decoding.sampling import NOT_FINITE, log_probs_of, where_finite
-from specextend.decoding.sequence import Nodes, Sequence, choose
+from specextend.decoding.sequence import Nodes, RunningSequence, choose
 from specextend.decoding.tree import Decided, DraftTrees, tree_mask, verify
 
 
@@ -79,7 +78,7 @@ class Verifier:
     _tree_attention: TreeAttention
     _graphs: Graphs
 
-    def verify(self, sequences: Items[Sequence], trees: DraftTrees) -> Verified:
+    def verify(self, sequences: Sequence[RunningSequence], trees: DraftTrees) -> Verified:
         """Run the target over all trees at once, choose tokens, and commit accepted paths."""
         known = [(each.region.start, each.length) for each in sequences]
         starts, lengths = zip(*known, strict=True)
@@ -105,7 +104,7 @@ class Verifier:
 
     @staticmethod
     def _note_log_probs(
-        kept: Mapping[int, Sequence], logits: Tensor, paths: Tensor, new: Items[list[int]]
+        kept: Mapping[int, RunningSequence], logits: Tensor, paths: Tensor, new: Sequence[list[int]]
     ) -> None:
         """Note the log probabilities of new tokens, by logits [B, N, V] along paths [B, W]."""
         nodes = paths.tolist()
@@ -130,8 +129,8 @@ class Verifier:
 
     def forward(
         self,
-        first_rows: Items[int],
-        committed: Items[int],
+        first_rows: Sequence[int],
+        committed: Sequence[int],
         places: Tensor,
         token_ids: Tensor,
         parents: Tensor,
@@ -189,10 +188,14 @@ class Verifier:
         return paths, decided, features.gather(1, along)
 
     def _choose(
-        self, sequences: Items[Sequence], trees: DraftTrees, logits: Tensor, positions: Tensor
+        self,
+        sequences: Sequence[RunningSequence],
+        trees: DraftTrees,
+        logits: Tensor,
+        positions: Tensor,
     ) -> Tensor:
         """Choose tokens [B, N] from logits [B, N, V] for positions [B, N]."""
-        nodes: Items[Nodes] = [([], [])] * len(sequences)
+        nodes: Sequence[Nodes] = [([], [])] * len(sequences)
         if any(sequence.is_adjusted for sequence in sequences):
             rows = torch.stack([trees.token_ids, trees.parents], 1).tolist()
             nodes = [
