@@ -96,7 +96,6 @@ def _groups(
 def _rendered(
     config: RunConfig, prompts: Prompts, max_new_tokens: int
 ) -> Iterator[tuple[str, list[int], bool]]:
-    """Yield id, tokens and completeness of each document that fits."""
     for doc_id, text in read_texts(config):
         try:
             prompt = prompts.render(text, max_new_tokens)

@@ -171,7 +171,7 @@ def profiles(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> 
 
 
 def _prompt_kernels(device: torch.device, num_queries: int, num_keys: int) -> Iterator[Found]:
-    """Yield the milliseconds of a chunk's attention to earlier rows, by cuDNN and torch flash."""
+    """Compare a chunk's attention to earlier rows by cuDNN and torch flash."""
     make = partial(torch.randn, device=device, dtype=torch.bfloat16)
     q, k, v = make(1, 32, num_queries, 128), make(1, 32, num_keys, 128), make(1, 32, num_keys, 128)
     operators = torch.ops.aten
@@ -232,7 +232,7 @@ def run_limited(command: list[str], limit_s: float, log: Path) -> tuple[int, str
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> None:
-    """End a process, with a few seconds to end children that would keep using the GPU."""
+    """End a process and its children, which would keep using the GPU."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(_GRACE_S)

@@ -96,7 +96,6 @@ class Pair:
     """A target and a draft of a shape, on a device."""
 
     def __init__(self, shape: PairShape, device: torch.device, dtype: torch.dtype) -> None:
-        """Make the weights, always the same on the same device."""
         torch.manual_seed(0)
         self.shape = shape
         self.model = random_llama(shape.target, device, dtype)
@@ -130,12 +129,6 @@ class EngineParts:
     """The engine's target and drafter for a batch of equally long sequences."""
 
     def __init__(self, pair: Pair, backend: str, batch: int, num_tokens: int) -> None:
-        """Build the parts.
-
-        Args:
-            backend: Attention backend, or GRAPHS.
-            num_tokens: Room for each sequence, prompt and output together.
-        """
         shape, model = pair.shape, _own(pair.model)
         name = backend.partition(",")[0]
         self.graphs = _graphs(model.device) if backend == GRAPHS else Graphs()
@@ -193,7 +186,6 @@ class TokenNumbers:
 
 
 def _graphs(device: torch.device) -> Graphs:
-    """Return capturing graphs. Raises SkippedError for a CPU."""
     if device.type != "cuda":
         raise SkippedError("steps are captured on a GPU only")
     return Graphs(CudaCapture())
@@ -216,19 +208,18 @@ def random_llama(values: Mapping[str, Any], device: torch.device, dtype: torch.d
 
 
 def _own(model: Any) -> Any:
-    """Return a copy whose layers may be replaced; the weights are shared."""
+    """Return a copy with replaceable layers; the weights are shared."""
     return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
 
 
 def _imitate(draft: Any, target: Any) -> None:
-    """Give a draft the target's weights with noise, so that right and wrong guesses both occur."""
+    """Give a draft the target's weights with noise, so that some guesses are wrong."""
     draft.load_state_dict(target.state_dict())
     for weight in draft.parameters():
         weight.add_(torch.randn_like(weight) * weight.std() * 0.02)
 
 
 def _describe_head(config: Any) -> HeadShape:
-    """Describe an EAGLE-3 head with the target's width."""
     return HeadShape(
         folder=Path(),
         format="EAGLE-3",
@@ -248,7 +239,6 @@ def _describe_head(config: Any) -> HeadShape:
 
 
 def _random_weights(head: HeadShape, model: Any) -> dict[str, Tensor]:
-    """Return random weights of a head on the target's device; norms are 1."""
     made = {"device": model.device, "dtype": model.dtype}
     std = model.config.initializer_range
     return {

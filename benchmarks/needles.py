@@ -134,7 +134,6 @@ class ProbeMaker:
     """Makes probes of any length from sentences of real texts."""
 
     def __init__(self, tokenizer: Any, system: str, texts: Sequence[str]) -> None:
-        """Shuffle the texts; a probe joins whole texts until it is long enough."""
         self._tokenizer = tokenizer
         self._prompts = Prompts(
             tokenizer, PromptOptions(instruction="{{ document }}", system=system), 1 << 30
@@ -231,7 +230,6 @@ class ProbeMaker:
         return found
 
     def _filler(self, random: Random, length: int, others: list[str]) -> list[str]:
-        """Collect sentences for a prompt of `length` tokens that also holds `others`."""
         room = (
             length
             - self._prompts.num_template_tokens
@@ -249,7 +247,6 @@ class ProbeMaker:
         )
 
     def _encode(self, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
-        """Tokenize the answer; return tokens and marks for needle tokens."""
         text = "".join(piece for piece, _ in pieces)
         is_needle = [flag for piece, flag in pieces for _ in piece]
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -268,7 +265,6 @@ def sentences_of(text: str) -> list[str]:
 
 
 def _scatter(random: Random, filler: list[str], needles: list[str]) -> list[str]:
-    """Insert needles between sentences. Raises ValueError if there are too few."""
     if len(filler) < len(needles):
         raise ValueError(
             f"{len(needles)} needles do not fit between {len(filler)} sentences; choose a larger "
@@ -319,7 +315,6 @@ class Replayer:
     """Target and draft of a variant, with its cache policy."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Load the models. Raises ValueError without a draft."""
         if config.active_draft is None:
             raise ValueError("the needle study needs a draft; set decoding.mode to specextend")
         whole = replace(config.decoding, mode="tree")  # whole trees, and room for the whole text
@@ -344,7 +339,6 @@ class Replayer:
             target.cache.rows.give_back(region)
 
     def _trace(self, probe: Probe, start: int) -> Trace:
-        """Run prompt and answer through the target, with cache rows from `start`."""
         target = self._engine.target
         prompt, known = probe.prompt_token_ids, probe.answer_token_ids[:-1]
         chunk_size = traits_of(target.device).prefill_chunk
@@ -389,7 +383,6 @@ class Replayer:
         )
 
     def _replay(self, probe: Probe, trace: Trace) -> list[Step]:
-        """Let the draft read the prompt and propose trees along the answer, as in the engine."""
         drafter, num_prompt = self._drafter, len(probe.prompt_token_ids)
         chunk_size = traits_of(trace.features.device).prefill_chunk
         prompt = torch.tensor(probe.prompt_token_ids, device=trace.features.device)
@@ -417,7 +410,6 @@ class Replayer:
     def _select(
         self, policy: CachePolicy, trace: Trace, num_prompt: int, decided: int
     ) -> frozenset[int]:
-        """Choose the draft's view by the query of the last committed token."""
         num_tokens, mass = num_prompt + decided, torch.empty(0)
         if self._layers:
             queries = [each[decided] for each in trace.queries]

@@ -80,7 +80,6 @@ class Transformers:
     def __init__(
         self, model: Any, eos_token_ids: Sequence[int], options: Mapping[str, int] | None = None
     ) -> None:
-        """Wrap a model; `options` are values of `GenerationConfig`, such as LOOKUP."""
         self._model, self._eos_token_ids, self._options = model, [*eos_token_ids], options or {}
 
     @classmethod
@@ -145,7 +144,7 @@ class TokenClock(StoppingCriteria):
         return time.perf_counter()
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        """Count a forward; input_ids [1, prompt and output so far]."""
+        """Count a forward."""
         if self.first_token_at is None:
             self.first_token_at = self.now()
             self.first_length = input_ids.shape[1]
@@ -164,14 +163,8 @@ class LlamaCpp:
     def __init__(
         self, path: Path, num_tokens: int, cache_type: str, drafts: Mapping[str, Any] | None = None
     ) -> None:
-        """Load a GGUF file, which may be removed afterwards.
-
-        Args:
-            num_tokens: Size of the context.
-            drafts: Options of n-gram drafts, such as NGRAMS.
-
-        Raises:
-            ValueError: llama.cpp refuses the file.
+        """Load a GGUF file, which may be removed afterwards. Raises ValueError if llama.cpp refuses
+        it.
         """
         options = {
             "path": str(path),
@@ -252,7 +245,6 @@ class OpenVINO:
     """
 
     def __init__(self, **options: Any) -> None:
-        """Load an exported model with the options of `openvino_server.load`. Raises ValueError."""
         server = Path(__file__).with_name("openvino_server.py")
         command = [sys.executable, str(server), json.dumps(options)]
         self._process = subprocess.Popen(
@@ -436,12 +428,11 @@ def gguf_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _interleaved(tensor: Tensor, num_heads: int) -> Tensor:
-    """Interleave the halves of each head, as GGUF's `llama` expects for RoPE."""
+    """Interleave the halves of each head, as GGUF's `llama` expects."""
     return tensor.reshape(num_heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def _frequency_factors(model: Any) -> Tensor:
-    """Compute the divisors of RoPE frequencies for `llama3` [head_dim / 2]."""
     inv_freq = model.model.rotary_emb.inv_freq.float()
     exponents = torch.arange(len(inv_freq)) / len(inv_freq)
     return model.config.rope_parameters["rope_theta"] ** -exponents / inv_freq

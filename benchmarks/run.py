@@ -131,7 +131,6 @@ class EngineVariant:
     """Our engine with a configuration."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Load the models. Raises ValueError for unsupported ones."""
         self._engine = load_engine(config)
 
     @property
@@ -198,7 +197,6 @@ def _row(
     decode_s: float,
     total_s: float,
 ) -> Row:
-    """Return the common counts and seconds of a variant; all but wall clock are sums."""
     return {
         "num_documents": len(prompts),
         "num_prompt_tokens": sum(map(len, prompts)),

@@ -329,7 +329,6 @@ class Reader:
         return found, seconds
 
     def _joined(self, texts: Sequence[str]) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """Tokenize texts in sequence; return all tokens [1, n] and the span of each text."""
         token_ids: list[int] = []
         spans = []
         for number, text in enumerate(texts):
@@ -343,7 +342,6 @@ class Reader:
     def _take(
         self, module: Any, given: Any, output: tuple[torch.Tensor, torch.Tensor | None]
     ) -> None:
-        """Sum a layer's attention by sentence and passage."""
         if not self._takes:
             return
         assert output[1] is not None, "attention is eager while it is looked at"

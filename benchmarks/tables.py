@@ -131,9 +131,6 @@ def make_table(result: Result, name: str) -> Table:
 
 
 def _rows(result: Result, by: str) -> pd.DataFrame:
-    """Return the rows with `round`, `column` and `weight`. Rounds with base loops get extra
-    columns.
-    """
     rows = pd.DataFrame(result["rows"])
     if by not in rows:
         raise ValueError(f"the rows have no {by!r} by which columns could be made")
@@ -176,7 +173,6 @@ def to_markdown(result: Result, name: str) -> str:
 
 
 def _num_measured(table: Table, columns: list[str]) -> int:
-    """Count the documents of some columns, by the variant with most of them."""
     values = table.values[table.values["column"].isin(columns)]
     return int(values.groupby("variant")["weight"].sum().max())
 

@@ -57,13 +57,11 @@ def _section(name: str, keys: dict[str, Any]) -> str:
 
 
 def _owner(section: str) -> Any:
-    """Return the dataclass of a section, optional or not."""
     annotation = RunConfig.model_fields[section].annotation
     return (get_args(annotation) or (annotation,))[0]
 
 
 def _lead(owner: Any) -> str:
-    """Return the class docstring without the section name."""
     text = re.sub(r"^`\w+\.\*`: ", "", inspect.getdoc(owner) or "")
     return " ".join(text.split())
 

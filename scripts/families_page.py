@@ -84,7 +84,6 @@ def row(family: str) -> str:
 
 
 def _verdict(family: str) -> str:
-    """Return why a family does not run; empty if it does."""
     try:
         values = AutoConfig.for_model(family).get_text_config().to_dict()
         found = differences(json.dumps(values, default=str))

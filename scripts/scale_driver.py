@@ -240,7 +240,6 @@ def _attempts(output: Location) -> Counter[int]:
 
 
 def _nodes(options: DriverScale, corpus: Corpus) -> list[SimulatedNode]:
-    """Make nodes with a total speed of `rate` documents per second."""
     num = options.num_nodes
     slow = round(options.slow * num)
     per_worker = (

@@ -29,8 +29,6 @@ class Tally:
 
 
 class _Reader:
-    """A file with a request per read."""
-
     def __init__(self, store: SimulatedStore, path: str) -> None:
         self._store, self._file = store, open(path, "rb")  # noqa: SIM115  pyarrow closes it
 
@@ -45,8 +43,6 @@ class _Reader:
 
 
 class _Writer:
-    """A file sent in a single request when closed."""
-
     def __init__(self, store: SimulatedStore, path: str) -> None:
         self._store, self._file = store, open(path, "wb")  # noqa: SIM115  pyarrow closes it
 
@@ -68,7 +64,6 @@ class SimulatedStore(fs.FileSystemHandler):
     """
 
     def __init__(self, latency_s: float) -> None:
-        """Set the seconds per request. `tally` counts requests."""
         self.latency_s, self.tally = latency_s, Tally()
         self._local = fs.LocalFileSystem()
 
