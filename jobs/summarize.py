@@ -1,7 +1,9 @@
 """Summarise a corpus: Parquet in, Parquet out, on Ray. See `--help`."""
 
-from specextend.cli.command import script
+import sys
+
+from specextend.cli.command import run_alone
 from specextend.cli.run import run
 
 if __name__ == "__main__":
-    script(run)
+    run_alone(run, sys.argv[1:], "summarize.py")

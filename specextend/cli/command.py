@@ -123,11 +123,6 @@ def machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def script(command: click.Command) -> NoReturn:
-    """Run a command with the arguments of a script in `jobs/`, and end the process."""
-    run_alone(command, sys.argv[1:], os.path.basename(sys.argv[0]))
-
-
 def run_alone(command: click.Command, argv: Sequence[str], name: str) -> NoReturn:
     """Run a command as this process's only task. SIGTERM acts like Ctrl-C."""
     for number in (signal.SIGTERM, signal.SIGINT):  # a shell may start us with SIGINT ignored

@@ -315,13 +315,12 @@ def exclusive(output: Location) -> Iterator[bool | None]:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        yield _locked(handle)
+        yield _locked(handle, time.monotonic() + BUSY_S)
     finally:
         os.close(handle)
 
 
-def _locked(handle: int) -> bool | None:
-    until = time.monotonic() + BUSY_S
+def _locked(handle: int, until: float) -> bool | None:
     while time.monotonic() < until:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

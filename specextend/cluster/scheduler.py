@@ -65,11 +65,6 @@ class OpenDocument:
     losses: int = 0
 
     @property
-    def num_counted(self) -> int:
-        """Return the attempts counted towards `max_attempts`."""
-        return self.attempts - self.forgiven
-
-    @property
     def runs_alone(self) -> bool:
         """Return True if the document may cause its neighbours to fail."""
         return bool(self.struck) or self.losses >= LOSSES_ALONE
@@ -505,9 +500,10 @@ class Scheduler:
         was_decoded = error.stage != "read"
         if was_decoded:
             document.struck.add(held.worker.place)
-        if is_certain or document.num_counted + 1 < self._job.max_attempts:
+        most = self._job.max_attempts + document.forgiven
+        if is_certain or document.attempts + 1 < most:
             document.attempts += 1
-        if document.num_counted >= self._job.max_attempts:
+        if document.attempts >= most:
             self._give_up(held, error)
         else:
             self._has_charged |= was_decoded

@@ -83,21 +83,20 @@ class Roster:
         """Seat of each worker. A replacement takes over the seat."""
         self._asked: dict[str, float] = {}
         """Request times of workers not yet ready."""
-        self._loading: set[str] = set()
-        """Workers with a process but without models."""
-        self._ready: set[str] = set()
+        self._states: dict[str, Literal["loading", "ready", "left out"]] = {}
+        """States of workers with a process."""
         self._num_started = self._num_fruitless = 0
         self._is_of_use = False
 
     @property
     def num_ready(self) -> int:
         """Return the number of workers that take leases."""
-        return len(self._ready)
+        return [*self._states.values()].count("ready")
 
     @property
     def num_loading(self) -> int:
         """Return the number of workers loading models."""
-        return len(self._loading)
+        return [*self._states.values()].count("loading")
 
     def due(self, now: float, num_wanted: int) -> list[str]:
         """Name the new workers to start, up to `num_wanted` in total."""
@@ -130,18 +129,17 @@ class Roster:
 
     def begun(self, worker: str) -> None:
         """Record the start of a worker's process."""
-        self._loading.add(worker)
+        self._states[worker] = "loading"
 
     def ready(self, worker: str) -> None:
         """Record a worker with loaded models."""
         self._num_failures[self._seats[worker]] = 0
         self._asked.pop(worker, None)
-        self._loading.discard(worker)
-        self._ready.add(worker)
+        self._states[worker] = "ready"
 
     def leave_out(self, worker: str) -> None:
         """Keep an unused worker, because its replacement would run at the same place."""
-        self._ready.discard(worker)
+        self._states[worker] = "left out"
 
     def failed(self, worker: str, reason: str, now: float) -> float:
         """Record a failed start; return the seconds until the next.
@@ -187,8 +185,7 @@ class Roster:
     def let_go(self, worker: str) -> int:
         """Record the end of a worker; return its seat, from 0."""
         self._asked.pop(worker, None)
-        self._loading.discard(worker)
-        self._ready.discard(worker)
+        self._states.pop(worker, None)
         return self._seats.pop(worker)
 
 
