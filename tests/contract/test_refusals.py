@@ -192,7 +192,10 @@ def test_a_link_to_a_folder_elsewhere_is_refused(call, given, tmp_path, name):
         (["--set", "target.model=./mine"], "target.model must be an absolute path or a URI inside a submitted job"),
         (["--set", "draft.model=models/mine"], "models/mine is not a local folder (name one by its absolute path)"),
         (["--set", "draft.model=/tmp/_ray_pkg_1/mine"], "draft.model is in the project uploaded with the job"),
-        (["--input", "/tmp/_ray_pkg_1/in"], "a copy removed by Ray: give an absolute path valid on each node, or a URI"),
+        (
+            ["--input", "/tmp/_ray_pkg_1/in"],
+            "a copy removed by Ray: give an absolute path valid on each node",
+        ),
         (["--set", "target.model=/home/me/mine"], f"does not exist on {platform.node()}; a model is a Hub id, or a"),
     ],
 )
