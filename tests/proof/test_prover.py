@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from specextend.loading import choose_kernels, load_engine, make_subject
-from specextend.pairing import check_pair
 
 from specextend.attention.backends import Trial
 from specextend.decoding import device, measurements
 from specextend.models import loading
+from specextend.models.loading import choose_kernels, load_engine, make_subject
+from specextend.models.pairing import check_pair
 from specextend.proof import prover
 from specextend.proof.prover import Proof, load_proof, prove
 from specextend.proof.subject import CUDNN, FLASH, GRAPHS, LAYERS, TREES, Candidate, Kernels, candidates_for
