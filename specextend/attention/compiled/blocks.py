@@ -6,11 +6,11 @@ Memory is given by addresses, and strides are in bytes. Blocks of keys lie in sc
 | element | tensors hold | a unit is | arithmetic |
 |---|---|---|---|
 | `FP32` | fp32 | a number | fp32 |
-| `WIDENED` | bf16 | a number, widened to fp32 | fp32 |
-| `PAIRS` | bf16 | two numbers | avx512_bf16: products of pairs, summed in fp32 |
-| `SPLIT` | bf16 | two numbers | fp32: pairs of weights are widened when multiplied |
-| `BYTES` | bytes | four numbers | sums of integers, times a scale for each group of inputs |
-| `DIRECT` | bf16 | a number | fp32: values of few rows are widened when multiplied |
+| `BF16_WIDENED` | bf16 | a number, widened to fp32 | fp32 |
+| `BF16_PAIRS` | bf16 | two numbers | avx512_bf16: products of pairs, summed in fp32 |
+| `BF16_WEIGHTS` | bf16 | two numbers | fp32: pairs of weights are widened when multiplied |
+| `INT8` | bytes | four numbers | sums of integers, times a scale for each group of inputs |
+| `BF16_VALUES` | bf16 | a number | fp32: values of few rows are widened when multiplied |
 
 The *state* of a row is its reference score in 16 lanes, the sum of its weights in 16 parts, and the
 weighted sum of values. The reference is the largest score so far, or at most `MARGIN` below it.
@@ -41,13 +41,21 @@ from specextend.attention.compiled.vectors import (
     times,
 )
 
+FP32, INT8 = types.float32, types.uint8
+BF16_WIDENED, BF16_PAIRS, BF16_WEIGHTS, BF16_VALUES = (
+    types.uint16,
+    types.uint32,
+    types.int32,
+    types.int16,
+)
+"""Layouts of units. They are numba types only because compiled code is specialised by type."""
 BLOCK = 64
 """Keys of a block: four vectors of scores."""
 TILE = 6
 """Rows of a tile; with four vectors of columns, sums fill the 32 registers of AVX-512."""
 MOST_ROWS = tiles.ROWS
 """Most rows of a product, reached by matrix tiles."""
-WIDTHS = [4] * MOST_ROWS if "avx512f" in vir.processor_features() else [4, 2, 1, 1, 1, 1]
+WIDTHS = [4] * MOST_ROWS if REGISTER_LANES == LANES else [4, 2, 1, 1, 1, 1]
 """Vectors of columns that registers hold in a product of 1, 2, ... rows."""
 AHEAD = 4096 if vir.HAS_BF16 else 2048
 """Bytes of weights to prefetch in products of several rows, which the processor does not predict.
@@ -71,25 +79,20 @@ because a row's bytes are 128 too large.
 
 def units_of(element):
     """Return the columns of a unit."""
-    return 2 if element == types.uint32 else 1
+    return 2 if element == BF16_PAIRS else 1
 
 
 def load_units(b, element, where):
     """Read 16 units of a tensor."""
-    if element != types.uint16:
+    if element != BF16_WIDENED:
         return load(b, where, UNITS)
     halves = b.zext(load(b, where, ir.VectorType(vir.I16, LANES), 2), UNITS)
     return b.shl(halves, vir.units([16] * LANES))
 
 
-def source_bytes(element):
-    """Return the size of 16 units in a tensor."""
-    return VECTOR_BYTES // 2 if element == types.uint16 else VECTOR_BYTES
-
-
 def is_tiled(element):
     """Return True if matrix tiles multiply."""
-    return tiles.HAS_TILES and element == types.uint32
+    return tiles.HAS_TILES and element == BF16_PAIRS
 
 
 @emitted(types.int64)
@@ -107,11 +110,11 @@ def unit_columns(b, element):
 @emitted(types.int64)
 def is_widened(b, element):
     """Return 1 for bf16 with fp32 arithmetic."""
-    return number(int(element == types.uint16))
+    return number(int(element == BF16_WIDENED))
 
 
 @emitted(types.int64)
-def add_to(b, element, counter, amount):
+def add_to(b, counter, amount):
     """Add to a counter shared by threads; return its old value."""
     return b.atomic_rmw("add", vir.pointer_to(b, counter), amount, "acq_rel")
 
@@ -119,8 +122,10 @@ def add_to(b, element, counter, amount):
 def emit_copy(b, element, source, num_vectors, target):
     """Copy a row of a tensor as units."""
 
+    size = VECTOR_BYTES // 2 if element == BF16_WIDENED else VECTOR_BYTES
+
     def body(i):
-        value = load_units(b, element, nth(b, source, i, source_bytes(element)))
+        value = load_units(b, element, nth(b, source, i, size))
         store(b, value, nth(b, target, i))
 
     vir.repeat(b, num_vectors, body)
@@ -142,8 +147,8 @@ def lay_keys(b, element, keys, stride, num_keys, head_dim, target):
     """
     last = b.sub(num_keys, number(1))
     lanes = REGISTER_LANES
-    numbers = 1 if element == types.float32 else 2
-    rows_each = 2 if element == types.uint16 else 1  # of the block, for each 32 bits of a key
+    numbers = 1 if element == FP32 else 2
+    rows_each = 2 if element == BF16_WIDENED else 1  # rows of the block for each 32 bits of a key
     num_vectors = b.udiv(head_dim, number(lanes * numbers))
 
     def body(i):
@@ -227,30 +232,30 @@ def emit_pairs(b, first, second, count, target):
 
 
 @emitted(types.voidptr)
-def pointer(b, element, where):
+def pointer(b, where):
     """Turn an address into a pointer."""
     return vir.pointer_to(b, where)
 
 
 @numba.njit
-def integers(element, where, shape):
+def integers(where, shape):
     """Return the int64 array at an address."""
-    return numba.carray(pointer(element, where), shape, np.int64)
+    return numba.carray(pointer(where), shape, np.int64)
 
 
 @numba.njit
-def numbers(element, where, shape):
+def numbers(where, shape):
     """Return the fp32 array at an address."""
-    return numba.carray(pointer(element, where), shape, np.float32)
+    return numba.carray(pointer(where), shape, np.float32)
 
 
 @numba.njit
 def place_key(element, key, head_dim, keys, column):
     """Copy a row to a column of a block of keys."""
     units = head_dim // unit_columns(element)
-    target = numba.carray(pointer(element, keys), (units, BLOCK), np.uint32)
-    source = numba.carray(pointer(element, key), units, np.uint32)
-    halves = numba.carray(pointer(element, key), units, np.uint16)
+    target = numba.carray(pointer(keys), (units, BLOCK), np.uint32)
+    source = numba.carray(pointer(key), units, np.uint32)
+    halves = numba.carray(pointer(key), units, np.uint16)
     for i in range(units):
         target[i, column] = (
             np.uint32(halves[i]) << np.uint32(16) if is_widened(element) else source[i]
@@ -263,12 +268,12 @@ def place_value(element, value, head_dim, values, row):
     if unit_columns(element) == 1:
         copy_row(element, value, head_dim // LANES, values + row * head_dim * 4)
     else:
-        pairs = numba.carray(pointer(element, values), (BLOCK // 2, head_dim, 2), np.uint16)
-        pairs[row // 2, :, row % 2] = numba.carray(pointer(element, value), head_dim, np.uint16)
+        pairs = numba.carray(pointer(values), (BLOCK // 2, head_dim, 2), np.uint16)
+        pairs[row // 2, :, row % 2] = numba.carray(pointer(value), head_dim, np.uint16)
 
 
 @emitted()
-def fetch(b, element, source, stride, num_rows, num_lines):
+def fetch(b, source, stride, num_rows, num_lines):
     """Prefetch some rows, which may lie outside the tensor."""
 
     def fetch_row(row):
@@ -294,7 +299,7 @@ def emit_product(
         for column in range(width)
     ]
     columns = [address(b, right, times(b, right_column, column)) for column in range(width)]
-    emit = emit_groups if element == types.uint8 else emit_sums
+    emit = emit_groups if element == INT8 else emit_sums
     emit(b, element, starts, columns, right_stride, depth, places, accumulate, ahead)
 
 
@@ -330,9 +335,9 @@ def emit_groups(b, element, starts, columns, right_stride, depth, places, accumu
 
 def emit_units(b, element, starts, columns, right_stride, depth, carried, ahead):
     """Emit the product of rows and vectors of columns, added to `carried`."""
-    numbers = 2 if element == types.int32 else 1
-    kind = types.uint16 if element == types.int16 else types.uint32
-    distance = 2 * AHEAD if element == types.uint8 else AHEAD
+    numbers = 2 if element == BF16_WEIGHTS else 1
+    kind = BF16_WIDENED if element == BF16_VALUES else BF16_PAIRS
+    distance = 2 * AHEAD if element == INT8 else AHEAD
 
     def body(i, *old):
         new = list(old)
@@ -350,9 +355,9 @@ def emit_units(b, element, starts, columns, right_stride, depth, carried, ahead)
                 unit = vir.splat(b, load(b, where, vir.I32))
                 for column, y in enumerate(units):
                     at = row * len(columns) + column
-                    if element == types.uint8:
+                    if element == INT8:
                         new[at] = vir.dot_bytes(b, new[at], unit, y)
-                    elif element == types.uint32:
+                    elif element == BF16_PAIRS:
                         new[at] = vir.dot_pairs(b, new[at], unit, y)
                     else:
                         new[at] = vir.fma(b, b.bitcast(unit, FLOATS), b.bitcast(y, FLOATS), new[at])
@@ -362,7 +367,7 @@ def emit_units(b, element, starts, columns, right_stride, depth, carried, ahead)
 
 
 @emitted()
-def round_row(b, element, x, num_groups, out):
+def round_row(b, x, num_groups, out):
     """Write a row of bf16 as groups of bytes: the scale, then numbers / scale + 128.
 
     Numbers that are not finite make their group's scale infinite or NaN.
@@ -371,7 +376,7 @@ def round_row(b, element, x, num_groups, out):
     def round_group(group):
         source, target = nth(b, x, group, 2 * GROUP), nth(b, out, group, 4 * GROUP_UNITS)
         values = [
-            load_units(b, types.uint16, address(b, source, 2 * first))
+            load_units(b, BF16_WIDENED, address(b, source, 2 * first))
             for first in range(0, GROUP, LANES)
         ]
 
@@ -386,7 +391,7 @@ def round_row(b, element, x, num_groups, out):
         factor = vir.splat(b, b.fdiv(largest, most))
         for i, value in enumerate(values):
             scaled = b.fmul(b.bitcast(value, FLOATS), factor)
-            # rounds to an integer, which the low bits then are
+            # rounds to an integer in the low bits
             shifted = b.bitcast(b.fadd(scaled, vir.floats(1.5 * 2**23 + 128)), UNITS)
             low = b.trunc(shifted, ir.VectorType(vir.I8, LANES))
             store(b, low, address(b, target, 4 + i * LANES), 1)
@@ -446,7 +451,7 @@ def product(
 
 
 @emitted()
-def hide_from(b, element, scores, first):
+def hide_from(b, scores, first):
     """Set scores from `first` on to -inf."""
     limits = vir.splat(b, b.trunc(first, vir.I32))
     for place in range(0, BLOCK, LANES):
@@ -473,16 +478,6 @@ def finite(b, x):
     return b.select(b.fcmp_ordered("==", x, vir.floats(-math.inf)), vir.floats(0.0), x)
 
 
-def emit_scaling(b, state, num_vectors, factor):
-    """Multiply a row's sums of weights and values by a vector."""
-
-    def body(i):
-        where = nth(b, address(b, state, VECTOR_BYTES), i)
-        store(b, b.fmul(load(b, where), factor), where)
-
-    vir.repeat(b, address(b, num_vectors, 1), body)
-
-
 def emit_weighing(b, element, scores, state, num_vectors, factor, margin):
     """Emit the weights of a row and add them to its sum, rescaling beyond the margin."""
     values = [load(b, address(b, scores, 4 * first)) for first in range(0, BLOCK, LANES)]
@@ -493,7 +488,13 @@ def emit_weighing(b, element, scores, state, num_vectors, factor, margin):
         new = vir.splat(b, vir.across(b, vir.larger(b, peak, old), vir.larger))
         first = b.extract_element(old, ir.Constant(vir.I32, 0))
         with b.if_then(b.fcmp_ordered("!=", first, ir.Constant(vir.F32, -math.inf))):
-            emit_scaling(b, state, num_vectors, vir.exp2(b, b.fmul(b.fsub(old, new), factor)))
+            shrink = vir.exp2(b, b.fmul(b.fsub(old, new), factor))
+
+            def rescale(i):
+                where = nth(b, address(b, state, VECTOR_BYTES), i)
+                store(b, b.fmul(load(b, where), shrink), where)
+
+            vir.repeat(b, address(b, num_vectors, 1), rescale)
         store(b, new, state)
     shift = b.fneg(b.fmul(finite(b, load(b, state)), factor))
     coefficients = vir.EXP2 if units_of(element) == 1 else vir.SHORT_EXP2
@@ -529,7 +530,7 @@ def weigh(
             store(b, value, address(b, target, i * VECTOR_BYTES))
 
     vir.repeat(b, num_rows, body)
-    if is_tiled(element):  # whose product adds to the rows behind them
+    if is_tiled(element):  # tiles add to rows after the last
         end = times(b, num_rows, BLOCK * 2 // VECTOR_BYTES)
         missing = b.sub(number(MOST_ROWS * BLOCK * 2 // VECTOR_BYTES), end)
 
@@ -541,7 +542,7 @@ def weigh(
 
 
 @emitted()
-def clear(b, element, state, num_vectors):
+def clear(b, state, num_vectors):
     """Reset a row's state."""
     store(b, vir.floats(-math.inf), state)
 
@@ -552,7 +553,7 @@ def clear(b, element, state, num_vectors):
 
 
 @emitted()
-def fold(b, element, total, part, num_vectors, scale: float):
+def fold(b, total, part, num_vectors, scale: float):
     """Add the state of a row over other keys to its total."""
     old = load(b, total)
     other = load(b, part)
@@ -577,12 +578,11 @@ def finish(b, element, state, num_vectors, out):
     weight = vir.across(b, load(b, address(b, state, VECTOR_BYTES)), add)
     none = b.fcmp_ordered("==", weight, ir.Constant(vir.F32, 0.0))
     factor = b.select(none, ir.Constant(vir.F32, 0.0), b.fdiv(ir.Constant(vir.F32, 1.0), weight))
-    exact = element == types.float32
 
     def body(i):
         total = load(b, nth(b, address(b, state, HEADER), i))
         value = b.fmul(total, vir.splat(b, factor))
-        if exact:
+        if element == FP32:
             store(b, value, nth(b, out, i))
         else:
             store(b, vir.to_bf16(b, value), nth(b, out, i, VECTOR_BYTES // 2), 2)
@@ -594,4 +594,4 @@ def finish(b, element, state, num_vectors, out):
 @emitted(types.int64)
 def element_size(b, element):
     """Return the bytes of a tensor's element."""
-    return number(4 if element == types.float32 else 2)
+    return number(4 if element == FP32 else 2)

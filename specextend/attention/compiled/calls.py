@@ -4,9 +4,9 @@ head.
 A call fills records with addresses, strides and counts, and starts torch's threads. They take items
 of attention (`items`), linear layers (`products`) or whole layers (`phases`).
 
-The result for a query or row is bitwise independent of others in the call and of the number of
-threads. A tree node's result equals plain decoding of its path: each query has a copy of the last
-blocks of keys, with the rows of its mask after the prefix, parents first.
+Results are bitwise independent of other queries and of the number of threads. A tree node's result
+equals plain decoding of its path: each query has a copy of the last blocks of keys, with the rows
+of its mask after the prefix, parents first.
 
 Import this module only where numba (extra `cpu`) is installed.
 
@@ -26,7 +26,7 @@ import torch
 from numba.core.errors import NumbaError
 from torch import Tensor
 
-from specextend.attention.compiled import items, phases, products, tiles
+from specextend.attention.compiled import blocks, items, phases, products, tiles
 from specextend.attention.compiled.blocks import HEADER
 from specextend.attention.compiled.products import BLOCK
 from specextend.attention.plan import AttentionPlan, KeySpan
@@ -37,10 +37,10 @@ often.
 """
 ITEMS_PER_WORKER = 4
 """Items per worker that balance threads without dividing keys."""
-ELEMENTS: dict[torch.dtype, type] = {torch.float32: np.float32, torch.bfloat16: items.BF16}
+ELEMENTS = {torch.float32: blocks.FP32, torch.bfloat16: items.BF16}
 
 
-def can_make(kernel: Callable[..., Any], *element: type) -> bool:
+def can_make(kernel: Callable[..., Any], *element: object) -> bool:
     """Compile a kernel or load it from disk; return False if numba cannot make it here."""
     try:
         kernel(*element)
@@ -59,9 +59,8 @@ def attend_compiled(
 ) -> tuple[Tensor, Tensor]:
     """Attend on the CPU with q [B, T, H, D] to the span's rows of k, v [K, S, D].
 
-    In a causal span all queries see the rows before the last T, so a prompt chunk needs a single
-    call. It uses torch's threads. The first call of a process compiles the kernel, which takes
-    seconds, or loads it from numba's cache.
+    Prompt chunks need a single call. The first call of a process loads the kernel from numba's
+    cache, or compiles it for some seconds.
 
     Returns:
         out [B, T, H, D] in q's dtype and lse [B, T, H] fp32; 0 and -inf for queries without keys.
@@ -174,7 +173,7 @@ def _run_phases(call: Any, layers: Any, first: int, end: int) -> None:
     )
     workspace = torch.empty(num_workers(), products.WORKER_BYTES, dtype=torch.uint8)
     _fill(own, first=first, end=end, layers=layers.ctypes.data, num_layers=len(layers))
-    # fewer rows are in the caches of all cores
+    # few rows fit in the caches of all cores
     num_shares = min(num_workers(), 8) if own["num_rows"] > products.ROWS else 1
     _fill(own, workspace=workspace, counters=counters, num_shares=num_shares)
     _run_on_all(phases.kernel(), call)
@@ -191,8 +190,9 @@ class Decoder:
         for layer, call in zip(layers, calls, strict=True):
             own = call["own"]
             of_input = layer.input_norm
-            _fill(own, input_norm=of_input.weight, eps=of_input.eps)
-            _fill(own, post_norm=layer.post_norm.weight)
+            _fill(
+                own, input_norm=of_input.weight, eps=of_input.eps, post_norm=layer.post_norm.weight
+            )
             if (norms := layer.head_norms) is not None:
                 _fill(own, query_norm=norms.query, key_norm=norms.key)
             for name in phases.OF_LAYER:
@@ -360,11 +360,11 @@ class Head:
         Args:
             texts: Last tokens [B, 3 + T].
             features: Features [B, T, C] before each of the last T tokens.
-            sequences: [B, 3]: first cache row, visible rows afterwards, number of decided tokens.
+            sequences: First cache row, visible rows afterwards, and decided tokens, as [B, 3].
             stored: Cache [1, 2, K, S, D] to write.
             num_nodes: Most nodes of a tree.
             num_levels: Most levels.
-            least_gain: Expected tokens for which a level is added.
+            least_gain: Expected tokens of a further level.
 
         Returns:
             All nodes, as token ids, parents and depths [3, B, P], and log_probs [B, P].
@@ -399,9 +399,11 @@ class Head:
             "best_tokens": torch.empty(len(rows), num_best, dtype=torch.int64),
             "copied": copied,
         }
-        _fill(own, num_nodes=num_nodes, num_levels=num_levels, least_gain=least_gain, **kept)
-        _fill(own, num_best=num_best, most_pooled=most_pooled, num_pooled=1)
-        _fill(own, num_rows=batch * width, num_sequences=batch, num_decided=width)
+        _fill(
+            own, num_nodes=num_nodes, num_levels=num_levels, least_gain=least_gain,
+            num_best=num_best, most_pooled=most_pooled, num_pooled=1, num_rows=batch * width,
+            num_sequences=batch, num_decided=width, **kept
+        )  # fmt: skip
         _fill(record["fuse"], x=joined, out=x)
         _fill(record["copy"], x=embedded, out=copied)
         _fill(record["lm_head"], x=hidden, out=logits)

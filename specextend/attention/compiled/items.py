@@ -19,16 +19,16 @@ from specextend.attention.compiled.vectors import LANES, VECTOR_BYTES
 
 SPLIT = 512
 """Keys of a split, a multiple of BLOCK."""
-BF16 = np.uint32 if vir.HAS_BF16 else np.uint16
+BF16 = blocks.BF16_PAIRS if vir.HAS_BF16 else blocks.BF16_WIDENED
 """Layout of bf16."""
 
 LN_2 = math.log(2)
 
 _WIDTHS = np.array(WIDTHS)
 
-_NARROW = np.int16(0)  # as an element: values that are widened when they are multiplied
+_VALUES = blocks.BF16_VALUES(0)
 
-# LLVM would optimise what these call once more for each level of calls
+# otherwise LLVM optimises callees again for each level of calls
 inlined = numba.njit(inline="always")
 
 
@@ -172,20 +172,23 @@ def multiply(element, rows, width, left, right, depth, sums, accumulate, ahead):
 
 
 @numba.njit
-def hide(element, call, item, scores, block, row, num_rows, seen):
+def hide(call, item, scores, block, row, num_rows, seen):
     """Hide scores from a tile's rows; each row sees at most `seen` keys of the block."""
     if min(seen, num_visible(call, item, row) - block) == BLOCK:
         return
     for i in range(num_rows):
         visible = num_visible(call, item, row + i) - block
-        blocks.hide_from(element, scores + i * BLOCK * 4, min(seen, visible))
+        blocks.hide_from(scores + i * BLOCK * 4, min(seen, visible))
 
 
 @numba.njit
 def takes_values_as_they_are(element, item, block):
     """Return True if a block's values are used once, so laying them out does not pay."""
-    is_once = item.num_rows <= blocks.tile_rows(element) and block < item.first_own
-    return blocks.is_widened(element) != 0 and is_once
+    return (
+        blocks.is_widened(element) != 0
+        and item.num_rows <= blocks.tile_rows(element)
+        and block < item.first_own
+    )
 
 
 @numba.njit
@@ -213,7 +216,7 @@ def attend_tile(element, call, item, scratch, states, block, row, num_rows, seen
         0,
         0,
     )
-    hide(element, call, item, scratch.scores, block, row, num_rows, seen)
+    hide(call, item, scratch.scores, block, row, num_rows, seen)
     vectors = call.head_dim // LANES
     first = state_of(call, states, row)
     blocks.weigh(
@@ -223,7 +226,7 @@ def attend_tile(element, call, item, scratch, states, block, row, num_rows, seen
     sums = Matrix(first + HEADER, HEADER + head_bytes)
     if takes_values_as_they_are(element, item, block):
         values = Wide(values_of(call, item, block), call.row, VECTOR_BYTES // 2)
-        multiply(_NARROW, num_rows, vectors, weights, values, seen, sums, 1, 0)
+        multiply(_VALUES, num_rows, vectors, weights, values, seen, sums, 1, 0)
     else:
         values = Wide(scratch.values, head_bytes, VECTOR_BYTES)
         depth = blocks.num_units(element, seen)
@@ -239,7 +242,7 @@ def place_own(element, call, item, scratch, block, row):
     """
     query = item.sequence * call.num_queries + (item.first_row + row) // call.group
     mask = numba.carray(
-        blocks.pointer(element, call.mask + query * call.mask_width), call.mask_width, np.uint8
+        blocks.pointer(call.mask + query * call.mask_width), call.mask_width, np.uint8
     )
     position = item.first_masked
     for i in range(item.first_masked, item.length):
@@ -261,10 +264,10 @@ def attend_split(element, call, item, scratch, states, first, last):
     lines = call.head_dim * blocks.element_size(element) // VECTOR_BYTES
     tile_rows = blocks.tile_rows(element)
     num_tiles = (item.num_rows + tile_rows - 1) // tile_rows
-    # keys asked for with each tile: more at once would be waited for
+    # keys to prefetch with each tile; more at once would stall
     share = (BLOCK + num_tiles - 1) // num_tiles
     for row in range(item.num_rows):
-        blocks.clear(element, state_of(call, states, row), vectors)
+        blocks.clear(state_of(call, states, row), vectors)
     for block in range(first, last, BLOCK):
         values = values_of(call, item, block)
         num_keys = min(BLOCK, item.length - block)
@@ -280,11 +283,11 @@ def attend_split(element, call, item, scratch, states, first, last):
                 seen = place_own(element, call, item, scratch, block, row)
             else:
                 seen = min(num_keys, num_visible(call, item, row + num_rows - 1) - block)
-            # with them, rows are asked for one by one: so many at once would be waited for
+            # with tiles, rows are prefetched singly: so many at once would stall
             if not tiles.HAS_TILES:
                 ahead = BLOCK + row // tile_rows * share
-                blocks.fetch(element, keys + ahead * call.row, call.row, share, lines)
-                blocks.fetch(element, values + ahead * call.row, call.row, share, lines)
+                blocks.fetch(keys + ahead * call.row, call.row, share, lines)
+                blocks.fetch(values + ahead * call.row, call.row, share, lines)
             if seen > 0:
                 attend_tile(element, call, item, scratch, states, block, row, num_rows, seen)
             row += num_rows
@@ -313,22 +316,18 @@ def write_results(element, call, item, totals):
         weight = blocks.finish(element, state, call.head_dim // LANES, out)
         if call.lse == 0:
             continue
-        lse = (
-            -np.inf
-            if weight == 0
-            else numbers(element, state, 1)[0] * call.scale + math.log(weight)
-        )
-        numbers(element, call.lse + 4 * place, 1)[0] = lse
+        lse = -np.inf if weight == 0 else numbers(state, 1)[0] * call.scale + math.log(weight)
+        numbers(call.lse + 4 * place, 1)[0] = lse
 
 
 @numba.njit
-def find_item(element, call, number):
+def find_item(call, number):
     """Return the rows of an item by its number, apart from parts."""
     rest, key_head = divmod(number, call.num_key_heads)
     sequence, row_block = divmod(rest, num_row_blocks(call))
     first_row = row_block * call.rows
     num_rows = min(call.rows, call.num_queries * call.group - first_row)
-    places = integers(element, call.places, (2, call.num_sequences))
+    places = integers(call.places, (2, call.num_sequences))
     start = places[0, sequence]
     length = places[1, sequence]
     first_masked = max(0, length - call.mask_width)
@@ -340,7 +339,7 @@ def find_item(element, call, number):
 def run_item(element, call, scratch, number):
     """Attend with some rows to one part or to all keys; the last worker adds the parts."""
     which, part = divmod(number, call.num_parts)
-    item = find_item(element, call, which)
+    item = find_item(call, which)
     lay_queries(element, call, item, scratch)
     end = min(item.length, num_visible(call, item, item.num_rows - 1))
     alone = call.num_parts == 1
@@ -355,23 +354,23 @@ def run_item(element, call, scratch, number):
             element, call, item, scratch, states, split * SPLIT, min((split + 1) * SPLIT, end)
         )
         if alone and split > 0:
-            add_up(element, call, item, totals, states)
+            add_up(call, item, totals, states)
     if not alone:
-        if blocks.add_to(element, call.counters + 8 * (2 + which), 1) < call.num_parts - 1:
+        if blocks.add_to(call.counters + 8 * (2 + which), 1) < call.num_parts - 1:
             return
         totals = call.parts + which * call.num_parts * size
         for each in range(1, call.num_parts):
-            add_up(element, call, item, totals, totals + each * size)
+            add_up(call, item, totals, totals + each * size)
     write_results(element, call, item, totals)
 
 
 @numba.njit
-def add_up(element, call, item, totals, states):
+def add_up(call, item, totals, states):
     """Add the states of an item's rows over a split to their totals."""
     for row in range(item.num_rows):
         total = state_of(call, totals, row)
         state = state_of(call, states, row)
-        blocks.fold(element, total, state, call.head_dim // LANES, call.scale / LN_2)
+        blocks.fold(total, state, call.head_dim // LANES, call.scale / LN_2)
 
 
 @numba.njit
@@ -397,17 +396,17 @@ def memory_of(call, worker):
 @inlined
 def work(element, call):
     """Take items until none is left, on each worker of a call."""
-    scratch = memory_of(call, blocks.add_to(element, call.counters, 1))
-    number = blocks.add_to(element, call.counters + 8, 1)
-    tiles.configure(element)
+    scratch = memory_of(call, blocks.add_to(call.counters, 1))
+    number = blocks.add_to(call.counters + 8, 1)
+    tiles.configure()
     while number < num_items(call):
         run_item(element, call, scratch, number)
-        number = blocks.add_to(element, call.counters + 8, 1)
-    tiles.release(element)
+        number = blocks.add_to(call.counters + 8, 1)
+    tiles.release()
 
 
 @cache
-def kernel(element: type):
+def kernel(element):
     """Compile `work` for a layout, or load it from numba's cache: a function of a `RECORD`'s
     address.
     """

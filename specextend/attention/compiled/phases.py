@@ -1,17 +1,16 @@
 """The phases of a call: the layers of a model, and the steps around the layer of an EAGLE head.
 
 A *phase*, such as a product or attention, is a number of items. Workers take items until none is
-left, and wait until all are done, so a slow worker delays others by one item. A single worker
-prepares a level of phases and counts their items.
+left, and wait until all are done. A single worker prepares a level of phases and counts their
+items.
 
-A tree grows level by level. Children of a level are ranked, and the likeliest join the pool of
-nodes. The new nodes among the best so far become the rows of the next level
-(`decoding.tree.grow_trees`).
+A tree grows level by level: the likeliest children join the pool of nodes, and the new nodes among
+the best so far are the rows of the next level (`decoding.tree.grow_trees`).
 
-The result for a row is bitwise independent of other rows and of the number of threads.
+Results of a row are bitwise independent of other rows and of the number of threads.
 
-Shapes: `B` sequences, `F` rows of each, `R` rows in all, `C` hidden size, `V` tokens that the head
-proposes, `D` head size, `P` nodes of a pool, `M` nodes so far that were rows.
+Shapes: `B` sequences, `R` rows, `C` hidden size, `V` tokens that the head proposes, `D` head size,
+`P` nodes of a pool.
 """
 
 import math
@@ -23,7 +22,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import types
 
-from specextend.attention.compiled import items, products, tiles
+from specextend.attention.compiled import blocks, items, products, tiles
 from specextend.attention.compiled import vectors as vir
 from specextend.attention.compiled.blocks import (
     add,
@@ -65,16 +64,13 @@ NEVER = -1e4
 ROWS = 4
 """Rows of an item between products."""
 SPINS = 2000
-"""Polls of a counter, some tens of microseconds, before a waiting worker yields its processor. On a
-busy machine, the slow worker may need it.
-"""
+"""Polls of a counter, some tens of microseconds, before a waiting worker yields its processor."""
 PRODUCTS = (FUSE, COPY, QKV, O_PROJ, GATE_UP, DOWN_PROJ, LOGITS)
 """Kinds that are products."""
 OF_LAYER = ("qkv", "o_proj", "gate_up", "down_proj")
 OTHERS = ("fuse", "copy", "lm_head")
 """Products of a layer, and all others."""
-BITS = np.uint32(0)  # an element that is copied as it is
-ELEMENT = products.ELEMENT(0)
+BITS = blocks.BF16_PAIRS(0)
 
 
 class LayerCall(NamedTuple):
@@ -98,7 +94,7 @@ LAYER = np.dtype(
 
 
 class Call(NamedTuple):
-    """Values shared by phases, tensors of a head by address, and sizes."""
+    """Values shared by phases, tensors by address, and sizes."""
 
     first: int
     """First kind with items."""
@@ -110,13 +106,11 @@ class Call(NamedTuple):
     workspace: int
     """Memory of workers for products."""
     counters: int
-    """int64, initially 0: workers; for each phase, items begun by share, items done, and the number
-    of items.
+    """int64, initially 0: workers; for each phase, items begun by share, items done, number of
+    items.
     """
     num_shares: int
-    """Shares of a phase's items. A worker starts with its share, with rows still in its cache, and
-    then helps others.
-    """
+    """Shares of a phase's items. A worker starts with its share, with rows still in its cache."""
     num_rows: int
     cos: int
     """[positions, D], as `sin`; the first half of sines is negative."""
@@ -180,18 +174,18 @@ RECORD = np.dtype(
 
 
 @emitted(types.CPointer(numba.from_dtype(LAYER)))
-def layers_at(b, element, where):
+def layers_at(b, where):
     """Turn an address into a pointer to layers."""
     return vir.pointer_to(b, where)
 
 
 def load_wide(b, where):
     """Read 16 numbers of bf16 as fp32."""
-    return b.bitcast(load_units(b, types.uint16, where), FLOATS)
+    return b.bitcast(load_units(b, blocks.BF16_WIDENED, where), FLOATS)
 
 
 @emitted()
-def normalise(b, element, x, weight, num_vectors, eps: float, out):
+def normalise(b, x, weight, num_vectors, eps: float, out):
     """Write the RMSNorm of a row of bf16."""
 
     def add_square(i, total):
@@ -212,7 +206,7 @@ def normalise(b, element, x, weight, num_vectors, eps: float, out):
 
 
 @emitted()
-def turn(b, element, head, cos, sin, num_vectors, out):
+def turn(b, head, cos, sin, num_vectors, out):
     """Apply RoPE to a head with halves of `num_vectors`; `out` may be the head."""
     half = times(b, num_vectors, VECTOR_BYTES // 2)
 
@@ -229,65 +223,63 @@ def turn(b, element, head, cos, sin, num_vectors, out):
 
 
 @emitted(types.int64)
-def look_at(b, element, counter):
+def look_at(b, counter):
     """Read a shared counter after a pause."""
     vir.call(b, ir.VoidType(), "llvm.x86.sse2.pause")
     return b.load_atomic(vir.pointer_to(b, counter), "acquire", 8, typ=vir.I64)
 
 
 @emitted()
-def give_way(b, element):
+def give_way(b):
     """Yield the processor to another thread."""
     vir.call(b, vir.I32, "sched_yield")
 
 
 @numba.njit
-def wait_for(element, counter, count):
+def wait_for(counter, count):
     """Wait until a counter reaches `count`."""
     looks = 0
-    while look_at(element, counter) < count:
+    while look_at(counter) < count:
         looks += 1
         if looks > SPINS:
-            give_way(element)
+            give_way()
 
 
 @numba.njit
-def normalise_rows(element, source, weight, width, eps, out, num_rows, number):
+def normalise_rows(source, weight, width, eps, out, first, end):
     """Write the norm of an item's rows of `width` numbers."""
-    for row in range(number * ROWS, min(num_rows, (number + 1) * ROWS)):
+    for row in range(first, end):
         place = row * width * 2
-        normalise(element, source + place, weight, width // LANES, eps, out + place)
+        normalise(source + place, weight, width // LANES, eps, out + place)
 
 
 @numba.njit
-def rotate_rows(element, own, layer, number):
+def rotate_rows(own, layer, first, end):
     """Apply RoPE to an item's rows, write keys and values to the cache, and copy `own.copied`."""
     call = layer.attention
     norms = layer.own
     head_bytes = 2 * call.head_dim
     num_keys = call.num_key_heads - own.num_copied
     num_queries = num_keys * call.group
-    for row in range(number * ROWS, min(own.num_rows, (number + 1) * ROWS)):
-        place = integers(element, own.cache_rows, own.num_rows)[row] * call.row
-        angles = integers(element, own.positions, own.num_rows)[row] * head_bytes
-        first = layer.qkv.out + row * (num_queries + 2 * num_keys) * head_bytes
+    for row in range(first, end):
+        place = integers(own.cache_rows, own.num_rows)[row] * call.row
+        angles = integers(own.positions, own.num_rows)[row] * head_bytes
+        heads = layer.qkv.out + row * (num_queries + 2 * num_keys) * head_bytes
         queries = call.q + row * call.q_token
         keys = call.k + place
         values = call.v + place
         for i in range(num_queries + num_keys):
-            head = first + i * head_bytes
+            head = heads + i * head_bytes
             out = queries + i * head_bytes
             norm = norms.query_norm
             if i >= num_queries:
                 out = keys + (i - num_queries) * call.head
                 norm = norms.key_norm
             if norm != 0:
-                normalise(element, head, norm, call.head_dim // LANES, norms.eps, head)
-            turn(
-                element, head, own.cos + angles, own.sin + angles, call.head_dim // (2 * LANES), out
-            )
+                normalise(head, norm, call.head_dim // LANES, norms.eps, head)
+            turn(head, own.cos + angles, own.sin + angles, call.head_dim // (2 * LANES), out)
         for i in range(num_keys):
-            value = first + (num_queries + num_keys + i) * head_bytes
+            value = heads + (num_queries + num_keys + i) * head_bytes
             copy_row(BITS, value, head_bytes // VECTOR_BYTES, values + i * call.head)
         ready = own.copied + row * own.num_copied * (call.group + 2) * head_bytes
         for i in range(own.num_copied * (call.group + 2)):
@@ -301,13 +293,13 @@ def rotate_rows(element, own, layer, number):
 
 
 @numba.njit
-def rows_of(element, own):
+def rows_of(own):
     """Return the rows [R, 8] of a level."""
-    return integers(element, own.tree_rows, (own.num_rows, 8))
+    return integers(own.tree_rows, (own.num_rows, 8))
 
 
 @emitted(types.float32)
-def log_sum(b, element, logits, num_vectors):
+def log_sum(b, logits, num_vectors):
     """Return the base-2 logarithm of the sum of exponentials of bf16 numbers."""
     factor = vir.floats(math.log2(math.e))
 
@@ -328,36 +320,36 @@ def log_sum(b, element, logits, num_vectors):
 
 
 @emitted(types.int64)
-def lanes_above(b, element, logits, least: float):
+def lanes_above(b, logits, least: float):
     """Return a bit mask of the lanes, out of 16 in bf16, above `least`."""
     above = b.fcmp_ordered(">", load_wide(b, logits), vir.splat(b, least))
     return b.zext(b.bitcast(above, vir.I16), vir.I64)
 
 
 @emitted(types.float32)
-def number_at(b, element, logits):
+def number_at(b, logits):
     """Read a number in bf16."""
     bits = b.shl(b.zext(vir.load(b, logits, vir.I16, 2), vir.I32), ir.Constant(vir.I32, 16))
     return b.bitcast(bits, vir.F32)
 
 
 @numba.njit
-def rank_row(element, call, row):
+def rank_row(call, row):
     """Find the likeliest children of a row, best first, and their log probabilities."""
     own = call.own
-    if rows_of(element, own)[row, CURSOR] != 0:
+    if rows_of(own)[row, CURSOR] != 0:
         return  # it has no children
     num_vectors = call.lm_head.num_blocks * products.VECTORS
     logits = call.lm_head.out + row * num_vectors * 2 * LANES
-    tokens = integers(element, own.best_tokens + 8 * row * own.num_best, own.num_best)
-    best = numbers(element, own.best + 4 * row * own.num_best, own.num_best)
+    tokens = integers(own.best_tokens + 8 * row * own.num_best, own.num_best)
+    best = numbers(own.best + 4 * row * own.num_best, own.num_best)
     tokens[:] = 0
     best[:] = -np.inf
     for i in range(num_vectors):
-        above = lanes_above(element, logits + i * 2 * LANES, best[-1])
+        above = lanes_above(logits + i * 2 * LANES, best[-1])
         lane = 0
         while above != 0:
-            value = number_at(element, logits + (i * LANES + lane) * 2)
+            value = number_at(logits + (i * LANES + lane) * 2)
             if value > best[-1]:
                 place = own.num_best - 1
                 while place > 0 and best[place - 1] < value:
@@ -366,20 +358,20 @@ def rank_row(element, call, row):
                 best[place], tokens[place] = value, i * LANES + lane
             above >>= 1
             lane += 1
-    total = log_sum(element, logits, num_vectors) * math.log(2)
-    vocabulary = integers(element, own.vocabulary, num_vectors * LANES)
+    total = log_sum(logits, num_vectors) * math.log(2)
+    vocabulary = integers(own.vocabulary, num_vectors * LANES)
     for place in range(own.num_best):
         best[place] = min(best[place] - total, 0.0)  # no child may be likelier than its parent
         tokens[place] = vocabulary[tokens[place]]
 
 
 @numba.njit
-def add_children(element, own, sequence, pool, log_probs, count):
+def add_children(own, sequence, pool, log_probs, count):
     """Append the `count` likeliest children of a sequence's rows to its pool."""
-    rows = rows_of(element, own)
+    rows = rows_of(own)
     width = own.num_rows // own.num_sequences
-    tokens = integers(element, own.best_tokens, (own.num_rows, own.num_best))
-    best = numbers(element, own.best, (own.num_rows, own.num_best))
+    tokens = integers(own.best_tokens, (own.num_rows, own.num_best))
+    best = numbers(own.best, (own.num_rows, own.num_best))
     for number in range(own.num_pooled, own.num_pooled + count):
         chosen = -1
         most = -np.inf
@@ -417,22 +409,22 @@ def mark_best(pool, log_probs, count, most):
 
 
 @numba.njit
-def pool_of(element, own, sequence):
+def pool_of(own, sequence):
     """Return the nodes [P, 6] and log probabilities [P] of a sequence."""
     place = sequence * own.most_pooled
-    pool = integers(element, own.pool + 8 * 6 * place, (own.most_pooled, 6))
-    return pool, numbers(element, own.log_probs + 4 * place, own.most_pooled)
+    pool = integers(own.pool + 8 * 6 * place, (own.most_pooled, 6))
+    return pool, numbers(own.log_probs + 4 * place, own.most_pooled)
 
 
 @numba.njit
-def choose_rows(element, own, first, width):
+def choose_rows(own, first, width):
     """Make the best new nodes, from `first` on, the rows of the next level."""
     own.num_rows = own.num_sequences * width
-    rows = rows_of(element, own)
+    rows = rows_of(own)
     row = 0
     for sequence in range(own.num_sequences):
-        pool = pool_of(element, own, sequence)[0]
-        for wanted in (1, 0):  # where a sequence has fewer, others make up the number
+        pool = pool_of(own, sequence)[0]
+        for wanted in (1, 0):  # other nodes fill up sequences with fewer
             for number in range(first, own.num_pooled):
                 if pool[number, IS_BEST] == wanted and row < (sequence + 1) * width:
                     rows[row, NODE] = number
@@ -440,7 +432,7 @@ def choose_rows(element, own, first, width):
 
 
 @numba.njit
-def describe_rows(element, own, attention, level):
+def describe_rows(own, attention, level):
     """Describe the rows of a level: tokens, sources, positions, cache rows, mask.
 
     Rows of the first level read decided tokens in order, the root last.
@@ -451,15 +443,13 @@ def describe_rows(element, own, attention, level):
         own.num_expanded += width
     attention.num_queries = width
     attention.mask_width = max(width, own.num_expanded)
-    rows = rows_of(element, own)
-    sequences = integers(element, own.sequences, (own.num_sequences, 3))
-    texts = integers(element, own.texts, (own.num_sequences, BEFORE + own.num_decided))
-    cache_rows = integers(element, own.cache_rows, own.num_rows)
-    positions = integers(element, own.positions, own.num_rows)
-    spans = integers(element, attention.places, (2, own.num_sequences))
-    mask = numba.carray(
-        pointer(element, attention.mask), (own.num_rows, attention.mask_width), np.uint8
-    )
+    rows = rows_of(own)
+    sequences = integers(own.sequences, (own.num_sequences, 3))
+    texts = integers(own.texts, (own.num_sequences, BEFORE + own.num_decided))
+    cache_rows = integers(own.cache_rows, own.num_rows)
+    positions = integers(own.positions, own.num_rows)
+    spans = integers(attention.places, (2, own.num_sequences))
+    mask = numba.carray(pointer(attention.mask), (own.num_rows, attention.mask_width), np.uint8)
     mask[:] = 0
     for number in range(own.num_rows):
         sequence, place = divmod(number, width)
@@ -472,13 +462,13 @@ def describe_rows(element, own, attention, level):
             row[SOURCE] = number
             row[CURSOR] = own.num_best if later > 0 else 0  # no children are asked for
             positions[number] = max(0, stands)
-            # what stands before the decided ones is written where nobody reads it
+            # rows before the decided tokens go to an unused place
             cache_rows[number] = known[START] + (stands if later < known[COUNT] else known[VISIBLE])
             mask[number, : place + 1] = 1
             for i in range(own.num_read):
                 row[READ + i] = texts[sequence, BEFORE + place - i]
             continue
-        pool = pool_of(element, own, sequence)[0]
+        pool = pool_of(own, sequence)[0]
         node = pool[row[NODE]]
         node[ROW], node[PLACE] = number, before + place
         row[SOURCE], row[CURSOR] = pool[node[PARENT], ROW], 0
@@ -499,7 +489,7 @@ def describe_rows(element, own, attention, level):
 
 
 @numba.njit
-def add_level(element, own, level):
+def add_level(own, level):
     """Append the children of the last level; return the next level's rows per sequence."""
     first = own.num_pooled
     width = 0
@@ -507,8 +497,8 @@ def add_level(element, own, level):
     parents = own.num_rows // own.num_sequences if level > 1 else 1
     added = min(own.num_nodes, parents * own.num_best)
     for sequence in range(own.num_sequences):
-        pool, log_probs = pool_of(element, own, sequence)
-        add_children(element, own, sequence, pool, log_probs, added)
+        pool, log_probs = pool_of(own, sequence)
+        add_children(own, sequence, pool, log_probs, added)
         expected += mark_best(pool, log_probs, first + added, own.num_nodes + 1)
         width = max(width, pool[first : first + added, IS_BEST].sum())
     own.num_pooled += added
@@ -516,7 +506,7 @@ def add_level(element, own, level):
     own.expected = expected
     if level == own.num_levels or (level > 1 and is_enough):
         return 0
-    choose_rows(element, own, first, width)
+    choose_rows(own, first, width)
     return width
 
 
@@ -557,46 +547,42 @@ def count_items(call, layer, kind):
 
 
 @numba.njit
-def prepare(element, call, layers, counter, level):
+def prepare(call, layers, counter, level):
     """Prepare a level on a single worker, with the counter of its first phase."""
     own = call.own
     if level > 0:
-        if add_level(element, own, level) == 0:
+        if add_level(own, level) == 0:
             own.is_done = 1
             return
         own.sources = call.lm_head.x
     if own.num_levels > 0:
         attention = layers[0].attention
-        describe_rows(element, own, attention, level)
-        integers(
-            element, attention.counters, 2 + items.num_items(attention) // attention.num_parts
-        )[:] = 0
+        describe_rows(own, attention, level)
+        integers(attention.counters, 2 + items.num_items(attention) // attention.num_parts)[:] = 0
     for phase in range(PREPARE + 1, NUM_KINDS + (own.num_layers - 1) * NUM_OF_LAYER):
         kind, layer = place_of(own, phase)
         is_asked = own.first <= kind and phase < own.end
-        integers(element, counter + (2 * phase + 1) * LINE, 2)[1] = (
+        integers(counter + (2 * phase + 1) * LINE, 2)[1] = (
             count_items(call, layers[layer], kind) if is_asked else 0
         )
 
 
 @numba.njit
-def embed_rows(element, call, layer, number):
+def embed_rows(call, layer, first, end):
     """Write inputs of an item's rows: normalised embeddings and features."""
     own = call.own
     num_vectors = layer.o_proj.num_blocks * products.VECTORS
     row_bytes = num_vectors * 2 * LANES
-    for place in range(number * ROWS, min(own.num_rows, (number + 1) * ROWS)):
-        row = rows_of(element, own)[place]
+    for place in range(first, end):
+        row = rows_of(own)[place]
         out = call.copy.x + place * own.num_read * row_bytes
         joined = call.fuse.x + 2 * place * row_bytes
         for i in range(own.num_read):
             embedding = own.embedding + row[READ + i] * row_bytes
-            normalise(
-                element, embedding, own.embedding_norm, num_vectors, own.eps, out + i * row_bytes
-            )
+            normalise(embedding, own.embedding_norm, num_vectors, own.eps, out + i * row_bytes)
         copy_row(BITS, out, row_bytes // VECTOR_BYTES, joined)
         source = own.sources + row[SOURCE] * row_bytes
-        normalise(element, source, own.feature_norm, num_vectors, own.eps, joined + row_bytes)
+        normalise(source, own.feature_norm, num_vectors, own.eps, joined + row_bytes)
 
 
 @numba.njit
@@ -605,20 +591,22 @@ def run_item(element, call, layer, kind, scratch, sums, number):
     own = call.own
     norms = layer.own
     width = layer.o_proj.num_blocks * products.BLOCK
+    first = number * ROWS
+    end = min(own.num_rows, first + ROWS)
     if kind in PRODUCTS:
         product = product_of(call, layer, kind)
         if product.is_int8:
             products.run_item(products.BYTES, product, own.num_rows, sums, number)
         else:
-            products.run_item(ELEMENT, product, own.num_rows, sums, number)
+            products.run_item(products.ELEMENT, product, own.num_rows, sums, number)
     elif kind == ATTEND:
         items.run_item(element, layer.attention, scratch, number)
     elif kind == ROTATE:
-        rotate_rows(element, own, layer, number)
+        rotate_rows(own, layer, first, end)
     elif kind == EMBED:
-        embed_rows(element, call, layer, number)
+        embed_rows(call, layer, first, end)
     elif kind == RANK:
-        rank_row(element, call, number)
+        rank_row(call, number)
     else:
         source = layer.o_proj.residual
         weight = norms.input_norm
@@ -634,44 +622,44 @@ def run_item(element, call, layer, kind, scratch, sums, number):
             eps = own.eps
             out = call.lm_head.x
         if kind not in (ROUND_MIXED, ROUND_GATED):
-            normalise_rows(element, source, weight, width, eps, out, own.num_rows, number)
+            normalise_rows(source, weight, width, eps, out, first, end)
         product = product_of(call, layer, kind + 1)
         if product.is_int8:
-            products.round_rows(product, number * ROWS, min(own.num_rows, (number + 1) * ROWS))
+            products.round_rows(product, first, end)
 
 
 @numba.njit
 def work(element, call):
     """Take items of all phases in order, on each worker of a call."""
     own = call.own
-    layers = numba.carray(layers_at(element, own.layers), own.num_layers)
-    worker = add_to(element, own.counters, 1)
+    layers = numba.carray(layers_at(own.layers), own.num_layers)
+    worker = add_to(own.counters, 1)
     shares = own.num_shares
     counter = own.counters + LINE
     scratch = items.memory_of(layers[0].attention, worker)
     sums = own.workspace + worker * products.WORKER_BYTES
-    tiles.configure(element)
+    tiles.configure()
     for level in range(own.num_levels + 1):
         for phase in range(NUM_KINDS + (own.num_layers - 1) * NUM_OF_LAYER):
             kind, layer = place_of(own, phase)
-            count = integers(element, counter + LINE, 2)[1] if kind > PREPARE else 1
+            count = integers(counter + LINE, 2)[1] if kind > PREPARE else 1
             for turn in range(shares):
                 share = (worker + turn) % shares
                 while True:
-                    number = count * share // shares + add_to(element, counter + 8 * share, 1)
+                    number = count * share // shares + add_to(counter + 8 * share, 1)
                     if number >= count * (share + 1) // shares:
                         break
                     if kind == PREPARE:
-                        prepare(element, call, layers, counter, level)
+                        prepare(call, layers, counter, level)
                     else:
                         run_item(element, call, layers[layer], kind, scratch, sums, number)
-                    add_to(element, counter + LINE, 1)
-            wait_for(element, counter + LINE, count)
+                    add_to(counter + LINE, 1)
+            wait_for(counter + LINE, count)
             counter += 2 * LINE
             if own.is_done != 0:
-                tiles.release(element)
+                tiles.release()
                 return
-    tiles.release(element)
+    tiles.release()
 
 
 @cache
@@ -679,7 +667,7 @@ def kernel():
     """Compile `work`, or load it from numba's cache: a function of a `RECORD`'s address."""
     version = (items.BF16(0), vir.VERSION)
 
-    # which caches by this file alone
+    # numba's cache only checks this file
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)
     def entry(call):
         work(version[0], numba.carray(call, 1)[0])

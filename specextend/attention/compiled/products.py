@@ -2,28 +2,26 @@
 
 The weight is laid out once, in blocks of `BLOCK` outputs with inputs in units of 32 bits: pairs of
 bf16 or groups of bytes. An item of work is a block for up to `ROWS` rows of x. They are multiplied
-`DEPTH` units at a time, so this part of the weight stays in a core's cache, and few rows read the
-weight from memory once. Sums are fp32. Without avx512_bf16, pairs are widened to fp32 in registers,
-and x beforehand.
+`DEPTH` units at a time, a part of the weight that stays in a core's cache. Without avx512_bf16,
+pairs are widened to fp32 in registers, and x beforehand.
 
-For int8, `round_rows` first rounds x to bytes, with a scale for each `GROUP` inputs. Integer sums
-of a group are exact; groups are added in fp32, in order, and scaled by output.
+For int8, `round_rows` rounds x to bytes, with a scale for each `GROUP` inputs. Integer sums of a
+group are exact; groups are added in fp32, in order, and scaled by output.
 
-The result for a row is bitwise independent of other rows and of the number of threads. Import this
+Results of a row are bitwise independent of other rows and of the number of threads. Import this
 module only where numba (extra `cpu`) is installed.
 
 Shapes: `T` rows, `I` inputs, `O` outputs.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numba
 import numpy as np
 import torch
-from numba.core import types
 from torch import Tensor
 
-from specextend.attention.compiled import tiles
+from specextend.attention.compiled import blocks, tiles
 from specextend.attention.compiled import vectors as vir
 from specextend.attention.compiled.blocks import (
     GROUP,
@@ -36,7 +34,6 @@ from specextend.attention.compiled.blocks import (
 )
 from specextend.attention.compiled.items import Matrix, Wide
 from specextend.attention.compiled.items import multiply as multiply_tile
-from specextend.attention.compiled.tiles import HAS_TILES
 from specextend.attention.compiled.vectors import (
     FLOATS,
     HAS_BF16,
@@ -53,23 +50,24 @@ VECTORS = 4
 """Vectors of outputs in a block."""
 BLOCK = VECTORS * LANES
 """Outputs of a block."""
-ROWS = 256 if HAS_TILES else 96
+ROWS = 256 if tiles.HAS_TILES else 96
 """Most rows of an item; a multiple of a tile's."""
-DEPTH = 96 if HAS_TILES else 1024 if HAS_BF16 else 256
+DEPTH = 96 if tiles.HAS_TILES else 1024 if HAS_BF16 else 256
 """Units multiplied for all rows of an item before the next ones, limited by a core's cache."""
 BYTES_DEPTH = (1024 if REGISTER_LANES == LANES else 256) // GROUP_UNITS * GROUP_UNITS
 """Likewise for bytes, in whole groups."""
-BYTES = np.uint8(0)
+BYTES = blocks.INT8(0)
 """Layout of a weight in int8."""
-ELEMENT: Any = np.uint32 if HAS_BF16 else np.int32
-_TILE = tiles.ROWS if HAS_TILES else TILE if HAS_BF16 else 5
+ELEMENT = (blocks.BF16_PAIRS if HAS_BF16 else blocks.BF16_WEIGHTS)(0)
+"""Layout of a weight in bf16."""
+_TILE = tiles.ROWS if tiles.HAS_TILES else TILE if HAS_BF16 else 5
 """Rows of a tile."""
 _IN_COLUMNS = not HAS_BF16
 """Whether a block stores its vectors one after another, because a tile has only one."""
 PREFETCHED = 16
 """Tiles of rows over which the next product's columns are prefetched."""
-_WIDE = np.uint16(0)  # as an element: bf16 that is widened
-MULTIPLE = 2 * tiles.PAIRS if HAS_TILES else 2 if HAS_BF16 else LANES
+_WIDE = blocks.BF16_WIDENED(0)
+MULTIPLE = 2 * tiles.PAIRS if tiles.HAS_TILES else 2 if HAS_BF16 else LANES
 """Divisor of the number of inputs."""
 _SUM_BYTES = VECTORS * VECTOR_BYTES
 _X_BYTES = 0 if HAS_BF16 else ROWS * DEPTH * 8
@@ -109,12 +107,14 @@ def emit_output(b, i, sums, scales, bias):
 
 
 @emitted()
-def write_sums(b, element, sums, scales, bias, residual, out):
+def write_sums(b, sums, scales, bias, residual, out):
     """Write a row's outputs as bf16, plus the residual unless its address is 0."""
     is_added = b.icmp_signed("!=", residual, vir.number(0))
     for i in range(VECTORS):
         offset = i * VECTOR_BYTES // 2
-        added = load_units(b, types.uint16, address(b, b.select(is_added, residual, out), offset))
+        added = load_units(
+            b, blocks.BF16_WIDENED, address(b, b.select(is_added, residual, out), offset)
+        )
         added = b.bitcast(b.select(is_added, added, vir.units([0] * LANES)), FLOATS)
         value = b.fadd(emit_output(b, i, sums, scales, bias), added)
         store(b, vir.to_bf16(b, value), address(b, out, offset), 2)
@@ -122,7 +122,7 @@ def write_sums(b, element, sums, scales, bias, residual, out):
 
 @emitted()
 def write_gated(
-    b, element, gate, gate_scales, gate_bias, sums, scales, bias,
+    b, gate, gate_scales, gate_bias, sums, scales, bias,
     out,
 ):  # fmt: skip
     """Write SwiGLU of a row's outputs of two blocks as bf16."""
@@ -135,37 +135,15 @@ def write_gated(
 
 
 @numba.njit
-def matrix_of(weight, start, num_units):
-    """Return a block of a weight from a unit on."""
-    if _IN_COLUMNS:
-        return Wide(weight + start * VECTOR_BYTES, VECTOR_BYTES, num_units * VECTOR_BYTES)
-    return Wide(weight + start * _SUM_BYTES, _SUM_BYTES, VECTOR_BYTES)
-
-
-@numba.njit
-def depth_of(call, num_rows):
-    """Return the units to multiply at once: all for few rows, else equal parts."""
-    if num_rows <= _TILE:
-        return call.num_units
-    num_parts = (call.num_units + DEPTH - 1) // DEPTH
-    return (call.num_units + num_parts * tiles.PAIRS - 1) // (num_parts * tiles.PAIRS) * tiles.PAIRS
-
-
-@numba.njit
-def rows_of_tile(element):
-    """Return the rows of a tile."""
-    return min(_TILE, tile_rows(element))
-
-
-@numba.njit
 def multiply_rows(element, call, sums, block, first, num_rows):
     """Multiply some rows with a block of the weight."""
     row_bytes = call.num_units * 4
-    most = rows_of_tile(element)
+    most = min(_TILE, tile_rows(element))
     is_tiled = most == tiles.ROWS
     at_once = BYTES_DEPTH if call.is_int8 else DEPTH
-    if is_tiled:
-        at_once = depth_of(call, num_rows)
+    if is_tiled:  # few rows read no columns twice, others read equal parts
+        parts = tiles.PAIRS * ((call.num_units + DEPTH - 1) // DEPTH if num_rows > _TILE else 1)
+        at_once = (call.num_units + parts - 1) // parts * tiles.PAIRS
     weight = call.weight + block * call.num_units * _SUM_BYTES
     wide_x = sums + 2 * ROWS * _SUM_BYTES
     num_tiles = (num_rows + most - 1) // most
@@ -174,7 +152,10 @@ def multiply_rows(element, call, sums, block, first, num_rows):
         x = Matrix(
             (call.rounded if call.is_int8 else call.x) + first * row_bytes + start * 4, row_bytes
         )
-        right = matrix_of(weight, start, call.num_units)
+        right = Wide(weight + start * _SUM_BYTES, _SUM_BYTES, VECTOR_BYTES)
+        if _IN_COLUMNS:
+            columns = call.num_units * VECTOR_BYTES
+            right = Wide(weight + start * VECTOR_BYTES, VECTOR_BYTES, columns)
         if _X_BYTES > 0 and call.is_int8 == 0:
             for row in range(num_rows):
                 copy_row(
@@ -191,14 +172,14 @@ def multiply_rows(element, call, sums, block, first, num_rows):
             out = Matrix(sums + row * _SUM_BYTES, _SUM_BYTES)
             ahead = right.start + (depth + tile * depth // PREFETCHED) * _SUM_BYTES
             if not is_tiled and first % ROWS + tile > 0:
-                ahead = 0  # the first rows have brought them
+                ahead = 0  # already prefetched by the first rows
             multiply_tile(
                 element, end - row, VECTORS, left, right, depth, out, min(start, 1), ahead
             )
 
 
 @numba.njit
-def write_rows(element, call, sums, block, first, num_rows):
+def write_rows(call, sums, block, first, num_rows):
     """Write some rows of a block; for a gate, sums of its second block follow."""
     width = call.num_blocks >> call.is_gated
     scales = call.scales + block * _SUM_BYTES
@@ -210,11 +191,9 @@ def write_rows(element, call, sums, block, first, num_rows):
         if call.is_gated:
             other = mine + ROWS * _SUM_BYTES
             across = width * _SUM_BYTES
-            write_gated(element, mine, scales, bias, other, scales + across, bias + across, out)
+            write_gated(mine, scales, bias, other, scales + across, bias + across, out)
         else:
-            write_sums(
-                element, mine, scales, bias, call.residual + place * min(call.residual, 1), out
-            )
+            write_sums(mine, scales, bias, call.residual + place * min(call.residual, 1), out)
 
 
 @numba.njit
@@ -228,7 +207,7 @@ def run_item(element, call, num_all, sums, number):
     """Multiply up to ROWS rows with a block, and with the block it gates."""
     block, part = divmod(number, (num_all + ROWS - 1) // ROWS)
     at_once = ROWS
-    most = rows_of_tile(element)
+    most = min(_TILE, tile_rows(element))
     if most == tiles.ROWS:  # rows stay in a core's cache while weights pass
         part, block = divmod(number, call.num_blocks >> call.is_gated)
     elif call.num_units <= (BYTES_DEPTH if call.is_int8 else DEPTH) and (HAS_BF16 or call.is_int8):
@@ -240,7 +219,7 @@ def run_item(element, call, num_all, sums, number):
         multiply_rows(element, call, sums, block, first, num_rows)
         if call.is_gated:
             multiply_rows(element, call, others, block + call.num_blocks // 2, first, num_rows)
-        write_rows(element, call, sums, block, first, num_rows)
+        write_rows(call, sums, block, first, num_rows)
 
 
 @numba.njit
@@ -249,7 +228,7 @@ def round_rows(call, first, end):
     num_groups = call.num_units // GROUP_UNITS
     for row in range(first, end):
         source = call.x + row * num_groups * 2 * GROUP
-        round_row(BYTES, source, num_groups, call.rounded + row * call.num_units * 4)
+        round_row(source, num_groups, call.rounded + row * call.num_units * 4)
 
 
 def takes(weight: Tensor) -> bool:

@@ -2,14 +2,12 @@
 fp32.
 
 A tile is a register of 16 rows of 64 bytes. An instruction adds the product of rows [16, 32] and
-columns [16 pairs, 16, 2] to sums [16, 16]. It sums first and second numbers of pairs separately and
-in order, and treats denormal numbers as zero. Keys, values and weights lie in memory in this layout
-(`blocks`). `product_of_tiles` of the tests is its twin in numpy.
+columns [16 pairs, 16, 2] to sums [16, 16]: first and second numbers of pairs separately, with
+denormals as zero. Keys, values and weights lie in this layout (`blocks`). `product_of_tiles` of the
+tests is its twin in numpy.
 
-The operating system must allow tiles once per process. A thread configures them before its first
-product and releases them after its last.
-
-Shapes: `T` rows, `I` inputs, `O` columns.
+The operating system must allow tiles once per process, and each thread configures and releases
+them.
 """
 
 import ctypes
@@ -68,7 +66,7 @@ def _tile(index):
 
 
 @emitted()
-def configure(b, element):
+def configure(b):
     """Configure the tiles of this thread, if any."""
     if not HAS_TILES:
         return
@@ -78,7 +76,7 @@ def configure(b, element):
 
 
 @emitted()
-def release(b, element):
+def release(b):
     """Release the tiles of this thread, if any."""
     if HAS_TILES:
         _instruct(b, "tilerelease")

@@ -10,7 +10,6 @@ Import this module only where numba (extra `cpu`) is installed.
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,6 @@ import numba
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
-
-Value = Any
-"""A value of llvmlite, which has no useful type hints."""
 
 LANES = 16
 VECTOR_BYTES = 4 * LANES
@@ -34,8 +30,9 @@ F32, I64, I32, I16, I8 = (
 )
 FLOATS, UNITS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
-_SOURCES = sorted(Path(__file__).parent.glob("*.py"))
-VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
+VERSION = hashlib.sha256(
+    b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+).hexdigest()
 """Hash of all kernels; numba's cache of a kernel only looks at its file."""
 
 EXP2 = (1.0, 0.693146978, 0.240222421, 0.0555073375, 0.00967151296, 0.00132647266)
@@ -47,14 +44,11 @@ SHORT_EXP2 = (1.0, 0.69328292, 0.24221063, 0.05500869)
 class BFloat(ir.Type):
     """The type bfloat, missing in llvmlite; its values only occur in bitcasts."""
 
-    def _to_string(self) -> str:
+    def _to_string(self):
         return "bfloat"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BFloat)
 
-    def __hash__(self) -> int:
-        return hash(BFloat)
+BFLOAT = BFloat()
 
 
 def processor_features() -> frozenset[str]:
@@ -76,25 +70,29 @@ REGISTER_LANES = LANES if "avx512f" in processor_features() else 8
 """Lanes of a register."""
 
 
-def emitted(returns: types.Type = types.void) -> Callable[[Callable[..., Value]], Any]:
-    """Make `emit(b, element, *values)` a function `f(element, *values)` of compiled code.
+def emitted(returns=types.void) -> Any:
+    """Make `emit(b, *values)` a function `f(*values)` of compiled code.
 
-    Only the numba type of `element` matters. Values are int64, or float32 if annotated as float.
+    Values are int64, or float32 if annotated as float. If the first is called `element`, only its
+    numba type matters.
     """
 
-    def wrap(emit: Callable[..., Value]):
+    def wrap(emit):
         signature = inspect.signature(emit)
+        typed = int("element" in signature.parameters)
         wanted = [
             types.float32 if each.annotation is float else types.int64
             for each in signature.parameters.values()
-        ][2:]
+        ][1 + typed :]
 
-        def definition(typingctx, element, *args):
-            def generate(context, builder, signature, values):
-                result = emit(builder, element, *values[1:])
+        def definition(typingctx, *given):
+            element = given[:typed]
+
+            def generate(context, builder, _, values):
+                result = emit(builder, *element, *values[typed:])
                 return context.get_dummy_value() if returns == types.void else result
 
-            return returns(element, *wanted), generate
+            return returns(*element, *wanted), generate
 
         definition.__name__ = definition.__qualname__ = emit.__name__
         definition.__signature__ = signature  # type: ignore[attr-defined]
@@ -108,7 +106,7 @@ def number(value):
     return ir.Constant(I64, value)
 
 
-def floats(value: float):
+def floats(value):
     """Return a constant vector of fp32."""
     return ir.Constant(FLOATS, [ir.Constant(F32, value)] * LANES)
 
@@ -182,7 +180,7 @@ def fma(b, x, y, z):
 
 def dot_pairs(b, sums, x, y):
     """Add products of bf16 pairs to each lane of `sums` (avx512_bf16)."""
-    pairs = (b.bitcast(each, ir.VectorType(BFloat(), 2 * LANES)) for each in (x, y))
+    pairs = (b.bitcast(each, ir.VectorType(BFLOAT, 2 * LANES)) for each in (x, y))
     return call(b, FLOATS, "llvm.x86.avx512bf16.dpbf16ps.512", sums, *pairs)
 
 
@@ -216,7 +214,7 @@ def to_bf16(b, x):
     halves = ir.VectorType(I16, LANES)
     if HAS_BF16:
         rounds = "llvm.x86.avx512bf16.cvtneps2bf16.512"
-        return b.bitcast(call(b, ir.VectorType(BFloat(), LANES), rounds, x), halves)
+        return b.bitcast(call(b, ir.VectorType(BFLOAT, LANES), rounds, x), halves)
     bits = b.bitcast(x, UNITS)
     odd = b.and_(b.lshr(bits, units([16] * LANES)), units([1] * LANES))
     rounded = b.add(b.add(bits, odd), units([0x7FFF] * LANES))
@@ -227,7 +225,7 @@ def to_bf16(b, x):
 
 def pair_of_bf16(b, low, high):
     """Round two vectors to 32 lanes of bf16 (avx512_bf16)."""
-    kind = ir.VectorType(BFloat(), 2 * LANES)
+    kind = ir.VectorType(BFLOAT, 2 * LANES)
     rounded = call(b, kind, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", high, low)
     return b.bitcast(rounded, ir.VectorType(I16, 2 * LANES))
 
@@ -237,7 +235,7 @@ def larger(b, x, y):
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
-def across(b, x, join: Callable[[Value, Value, Value], Value]):
+def across(b, x, join):
     """Reduce the lanes of a vector to a scalar, halves first."""
     width = LANES
     while width > 1:
@@ -256,7 +254,7 @@ def exp2(b, x, coefficients=EXP2):
         rest = rest_of(b, x)
         return scaled(b, power_of_rest(b, rest, coefficients), b.fsub(x, rest))
     x = larger(b, floats(-127.0), x)
-    # rounds to an integer, whose low bits are then the exponent of the result
+    # rounds to an integer; its low bits become the exponent of the result
     shift = floats(1.5 * 2**23 + 127)
     shifted = b.fadd(x, shift)
     power = b.bitcast(b.shl(b.bitcast(shifted, UNITS), units([23] * LANES)), FLOATS)
@@ -300,17 +298,14 @@ def transposed(b, rows):
         upper = units([lane + (size if lane & block else block) for lane in range(size)])
         for i in range(size):
             if not i & block:
-                x = rows[i]
-                y = rows[i + block]
-                rows[i], rows[i + block] = (
-                    b.shuffle_vector(x, y, lower),
-                    b.shuffle_vector(x, y, upper),
-                )
+                pair = rows[i], rows[i + block]
+                rows[i] = b.shuffle_vector(*pair, lower)
+                rows[i + block] = b.shuffle_vector(*pair, upper)
         block *= 2
     return rows
 
 
-def repeat(b, count, body: Callable[..., Sequence[Value] | None], carried=()):
+def repeat(b, count, body, carried=()):
     """Emit a loop of `count` >= 1 rounds.
 
     `body(index, *carried)` emits a round and returns the new carried values, if any.
