@@ -1,8 +1,7 @@
 """The attention backends by name, and the trial of each kernel.
 
-A backend is a function of type `Attend`; `plain.py` is their specification. Kernels of torch and
-flash-attn are in `torch_kernels.py`, our CPU kernels in `compiled/`, the Triton kernel in
-`tree_kernel.py`.
+A backend is a function of type `Attend`; `plain.py` is the specification. Our CPU kernels are in
+`compiled/`, others in `torch_kernels.py` and `tree_kernel.py`.
 
 Shapes: `L` layers, `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` query heads, `K` key
 heads, `D` head size.
@@ -186,10 +185,8 @@ def shortest_runs(
 ) -> dict[str, float]:
     """Time candidates in turns, so that a busy machine slows all of them alike.
 
-    Long runs are repeated less often. A first run, which builds caches, is not timed.
-
     Returns:
-        Seconds of the shortest run of each candidate.
+        Seconds of the shortest run of each candidate, without a warm-up.
     """
     for run in candidates.values():
         run()

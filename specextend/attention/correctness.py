@@ -31,8 +31,8 @@ def what_differs(name: str, found: Tensor, exact: Tensor, roundings: int = 2) ->
     """Compare a result [..., N] with the exact result in fp32.
 
     Args:
-        name: Name of the result, for the message.
-        roundings: Roundings of its dtype by which each piece may differ.
+        name: Name for the message.
+        roundings: Roundings by which each piece may differ.
 
     Returns:
         An error message, or an empty text.

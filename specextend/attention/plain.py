@@ -110,8 +110,8 @@ class LayerKernels:
     """(qkv [R, H + 2K, D], cos [R, D], sin, norms, keys [K, S, D], values, rows [R]) -> queries [R,
     H, D] after RoPE.
 
-    Writes keys after RoPE, and values, to `rows` of the cache. Norms, if any, come before RoPE. The
-    first half of the sines is negative. D is even.
+    Writes keys after RoPE, and values, to `rows` of the cache. The first half of the sines is
+    negative.
     """
     gate: Callable[[Tensor], Tensor]
     """gate_up [R, 2I], gate first -> SwiGLU [R, I]."""

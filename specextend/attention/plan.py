@@ -76,7 +76,7 @@ class KeySpan:
         Args:
             b: Index of the sequence.
             like: Tensor with the dtype and device of the bias.
-            tail: Whether the bias covers only the masked rows instead of all.
+            tail: Whether to cover only the masked rows.
 
         Returns:
             The bias, or None without a mask.
@@ -161,9 +161,8 @@ class AttentionPlan:
         return (ends[:, None] + torch.arange(-self.num_new, 0)).to(device)
 
     def spans_within(self, window: int) -> tuple[KeySpan, ...]:
-        """Return spans of the last `window` rows that each query sees, including its row.
-
-        Visible rows have consecutive positions, so counting rows measures distance in the text.
+        """Return spans of the last `window` rows of each query; visible rows have consecutive
+        positions.
         """
         starts = self.starts if self.recent_starts is None else self.recent_starts
         if max(self.lengths) <= window and starts is self.starts:

@@ -57,10 +57,7 @@ def choose_tiles(head_dim: int, num_rows: int, dtype: torch.dtype) -> Tiles:
 
 
 def choose_num_splits(num_programs: int, num_processors: int, num_warps: int) -> int:
-    """Choose the fewest splits that keep a GPU busy.
-
-    Programs run in waves, and the last may be nearly empty. Lengths do not count, because a
-    captured graph outlives them.
+    """Choose the fewest splits that keep a GPU busy, where programs run in waves.
 
     Args:
         num_programs: Programs without splits.
@@ -128,8 +125,7 @@ def attend_splits(
 ):  # fmt: skip
     """Attend with a tile of rows to a split of the keys. The grid is [row tiles, S, B * K].
 
-    Writes part_out [B, T, H, S, D] and part_lse [B, T, H, S] in fp32, the latter to base 2. A split
-    without keys writes only -inf.
+    Writes part_out [B, T, H, S, D] and part_lse [B, T, H, S] to base 2, in fp32.
     """
     split = tl.program_id(1)
     b = tl.program_id(2) // num_key_heads

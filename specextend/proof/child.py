@@ -77,8 +77,7 @@ def prove_all(
 ) -> Iterator[Trial]:
     """Yield the verdict on each candidate, on top of earlier ones that are right.
 
-    An error means that a kernel cannot be built or run yet, not that it is wrong. After the loss of
-    the device, another process proves the rest.
+    Errors leave the verdict open. After the loss of the device, another process proves the rest.
     """
     for candidate in candidates:
         try:

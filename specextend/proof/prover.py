@@ -46,7 +46,7 @@ def load_proof(subject: Subject, candidates: Sequence[Candidate], *, timed: bool
     """Load or prove the verdicts on candidates, and log a line for each.
 
     Verdicts that are not final are sought again at each start, except by workers that waited for
-    the same try. Without a writable folder, nothing is kept.
+    the same try.
     """
     asked_at = time.time()
     key = identity(subject) | {"candidates": [asdict(each) for each in candidates]}

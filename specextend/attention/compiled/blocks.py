@@ -7,10 +7,10 @@ Memory is given by addresses, and strides are in bytes. Blocks of keys lie in sc
 |---|---|---|---|
 | `FP32` | fp32 | a number | fp32 |
 | `BF16_WIDENED` | bf16 | a number, widened to fp32 | fp32 |
-| `BF16_PAIRS` | bf16 | two numbers | avx512_bf16: products of pairs, summed in fp32 |
-| `BF16_WEIGHTS` | bf16 | two numbers | fp32: pairs of weights are widened when multiplied |
-| `INT8` | bytes | four numbers | sums of integers, times a scale for each group of inputs |
-| `BF16_VALUES` | bf16 | a number | fp32: values of few rows are widened when multiplied |
+| `BF16_PAIRS` | bf16 | two numbers | products of pairs (avx512_bf16), fp32 sums |
+| `BF16_WEIGHTS` | bf16 | two numbers | fp32; weights are widened when multiplied |
+| `INT8` | bytes | four numbers | integer sums, times a scale for each group |
+| `BF16_VALUES` | bf16 | a number | fp32; values are widened when multiplied |
 
 The *state* of a row is its reference score in 16 lanes, the sum of its weights in 16 parts, and the
 weighted sum of values. The reference is the largest score so far, or at most `MARGIN` below it.
@@ -58,9 +58,7 @@ MOST_ROWS = tiles.ROWS
 WIDTHS = [4] * MOST_ROWS if REGISTER_LANES == LANES else [4, 2, 1, 1, 1, 1]
 """Vectors of columns that registers hold in a product of 1, 2, ... rows."""
 AHEAD = 4096 if vir.HAS_BF16 else 2048
-"""Bytes of weights to prefetch in products of several rows, which the processor does not predict.
-Products of int8 take half the time and prefetch twice as much.
-"""
+"""Bytes of weights to prefetch in products of several rows; twice as much for int8."""
 MARGIN = 8.0
 """Weights above 2 to this power rescale their row; rescaling for each new maximum is 7% slower."""
 LEAST = 2.0**-100

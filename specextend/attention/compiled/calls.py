@@ -264,7 +264,7 @@ class Decoder:
         Args:
             call: Record of the call.
             kinds: First kind of phase, and the phase after the last.
-            x: Inputs [R, C], with equally many rows per sequence.
+            x: Inputs [R, C].
             outputs: Output of each layer.
             span: Rows to attend to.
             stored: Cache of the layers.
@@ -327,7 +327,7 @@ class Head:
         Args:
             layer: Its only layer.
             linears: Compiled products "fuse" [2C], "lm_head", and "copy" [4C] for copy heads.
-            norms: Weights [C] of embedding, features and output, by fields of `phases.Call`.
+            norms: Weights [C] by fields of `phases.Call`.
             embedding: Embedding of the target.
             vocabulary: Token ids that the head proposes.
             angles: Cosines and sines [2, positions, D]; the first half of sines is negative.
@@ -430,7 +430,7 @@ def _roots(token_ids: Tensor, width: int, most_pooled: int) -> Tensor:
 def _thread_pool() -> Any:
     """Return `GOMP_parallel` of torch's OpenMP library, or None to use a single thread.
 
-    A second pool, such as numba's, slows torch down, because idle threads spin for milliseconds.
+    A second pool slows torch down, because idle threads spin for milliseconds.
     """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
