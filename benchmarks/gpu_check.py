@@ -108,7 +108,7 @@ def proofs(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> It
         device=str(device),
         dtype="bfloat16",
         layers=(layers,),
-        num_nodes=_WIDE.most_nodes,
+        num_drafts=_WIDE.most_drafts,
         depth=_WIDE.depth,
         chunk=traits_of(device).prefill_chunk,
     )

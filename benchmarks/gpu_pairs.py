@@ -134,14 +134,14 @@ class EngineParts:
         self.graphs = _graphs(model.device) if backend == GRAPHS else Graphs()
         self.shape, self.batch, self.num_tokens = shape, batch, num_tokens
         self.lm_head: Tensor = model.lm_head.weight  # packing hides it
-        rows = aligned(num_tokens + shape.tree.most_nodes + shape.tree.depth + 2)
+        rows = aligned(num_tokens + shape.tree.most_drafts + shape.tree.depth + 2)
         attend = require_backend(name, model.device)
         self.target = CachedModel(
             model, attend, batch * rows, load_layer_kernels(name, model.device)
         )
         self.tree_attention: TreeAttention = "dense" if name == "triton" else "hybrid"
         self.chunk_size = traits_of(model.device).prefill_chunk
-        scratch = shape.tree.most_nodes * shape.tree.depth
+        scratch = shape.tree.most_drafts * shape.tree.depth
         self.network = self._network(pair, batch * (rows + aligned(scratch)))
         visible = shape.cache.top_k_chunks * shape.cache.chunk_size
         self.drafter = CausalDrafter(self.network, shape.tree, "dense", visible, batch, self.graphs)

@@ -51,8 +51,8 @@ def trees_and_stats(engine):
     trees = []
     propose = engine.drafter.propose
 
-    def recording(rows, *num_nodes):
-        proposed = propose(rows, *num_nodes)
+    def recording(rows, *num_drafts):
+        proposed = propose(rows, *num_drafts)
         trees.extend((tree.token_ids.tolist(), tree.parents.tolist()) for tree in proposed)
         return proposed
 

@@ -52,8 +52,8 @@ class ScriptedCosts(StepCosts):
 class PausesAtRandom(Adaptive):
     """Takes the decisions out of the costs' hands: any sequence may stop or go on speculating after any step."""
 
-    def __init__(self, costs, num_nodes, seed, captured=()):
-        super().__init__(costs, num_nodes, captured)
+    def __init__(self, costs, num_drafts, seed, captured=()):
+        super().__init__(costs, num_drafts, captured)
         self._random = Random(seed)
 
     def decide(self, sequences):

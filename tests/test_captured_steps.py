@@ -186,8 +186,8 @@ def noting_trees(engine):
     trees = []
     propose = engine.drafter.propose
 
-    def proposing(slots, *num_nodes):
-        proposed = propose(slots, *num_nodes)
+    def proposing(slots, *num_drafts):
+        proposed = propose(slots, *num_drafts)
         trees.extend(sorted(zip(tree.token_ids.tolist(), tree.depths.tolist(), strict=True)) for tree in proposed)
         return proposed
 

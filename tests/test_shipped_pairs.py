@@ -187,12 +187,12 @@ def test_the_kernel_of_steps_takes_every_call_of_a_shipped_configuration(name):
     assert config.attention.backend == config.attention.tree == "auto"
     kernel = pytest.importorskip("specextend.attention.tree_kernel", exc_type=ImportError)
     tree = config.tree
-    num_nodes = tree.most_nodes
-    drafts = [(each.most_nodes, each.depth) for each in tree.captured]
+    num_drafts = tree.most_drafts
+    drafts = [(each.most_drafts, each.depth) for each in tree.captured]
     assert len(drafts) == 3
-    assert drafts[0] == (num_nodes, tree.depth)
+    assert drafts[0] == (num_drafts, tree.depth)
     calls = [(nodes, level * nodes) for nodes, depth in drafts for level in range(1, depth)]
-    calls += [(1, None), (1 + num_nodes, 1 + num_nodes), (1 + config.num_tree_levels, None)]
+    calls += [(1, None), (1 + num_drafts, 1 + num_drafts), (1 + config.num_tree_levels, None)]
     for num_queries, num_masked in calls:
         q = torch.empty(2, num_queries, 8, 64, device="meta", dtype=torch.bfloat16)
         mask = None if num_masked is None else q.new_empty(2, num_queries, num_masked, dtype=torch.bool)
@@ -224,7 +224,7 @@ def test_forwards_of_a_shipped_configuration_take_no_more_than_planned(name, tmp
     cached = CachedModel(model.requires_grad_(False), attend_cuda, target_rows(config, facts))
     chunk = traits_of(torch.device("cuda")).prefill_chunk
     batch = config.decoding.batch_size
-    num_new = 1 + config.tree.most_nodes
+    num_new = 1 + config.tree.most_drafts
     mask = torch.ones(batch, num_new, num_new, dtype=torch.bool, device="meta")
     lengths = [longest] + [(target_rows(config, facts) - longest) // max(1, batch - 1)] * (batch - 1)
     held = 0

@@ -22,14 +22,14 @@ class Admission:
         self,
         cache: KVCache,
         drafter: Drafter,
-        num_nodes: int,
+        num_drafts: int,
         max_tokens: int,
         max_batch_size: int,
     ):
-        """Take empty caches; `num_nodes` are the most draft tokens of a tree."""
+        """Take empty caches; `num_drafts` are the most draft tokens of a tree."""
         self._cache = cache
         self._drafter = drafter
-        self._scratch = num_nodes + drafter.num_levels + 2 if drafter.num_levels else 1
+        self._scratch = num_drafts + drafter.num_levels + 2 if drafter.num_levels else 1
         self.max_tokens = max_tokens
         """Most prompt and output tokens of a request."""
         self._num_rows = cache.rows.num_free
@@ -134,14 +134,14 @@ class MemoryLadder:
     these sizes, and none of them changes an output.
     """
 
-    def __init__(self, batch_size: int, num_nodes: int, chunk_size: int):
-        """Allow the full sizes; `num_nodes` are the draft tokens of a tree, 0 without a draft."""
-        self._all = batch_size, num_nodes, chunk_size
+    def __init__(self, batch_size: int, num_drafts: int, chunk_size: int):
+        """Allow the full sizes; `num_drafts` are the draft tokens of a tree, 0 without a draft."""
+        self._all = batch_size, num_drafts, chunk_size
         self.start()
 
     def start(self) -> None:
         """Allow the full sizes again."""
-        self.batch_size, self.num_nodes, self.chunk_size = self._all
+        self.batch_size, self.num_drafts, self.chunk_size = self._all
         self._patience = PATIENCE
         self._num_ended = 0
 
@@ -165,8 +165,8 @@ class MemoryLadder:
             self.batch_size = min(self.batch_size, size // 2)
         elif work == "prefill" and chunk_size > SMALLEST_CHUNK:
             self.chunk_size = max(SMALLEST_CHUNK, chunk_size // 2)
-        elif self.num_nodes:
-            self.num_nodes = self.num_nodes // 2 if work == "step" else 0
+        elif self.num_drafts:
+            self.num_drafts = self.num_drafts // 2 if work == "step" else 0
         elif work == "prefill" and num_active > 1:
             self.batch_size = 1
         else:
@@ -175,7 +175,7 @@ class MemoryLadder:
 
     def ended(self) -> None:
         """Count a finished or failed document. After enough of them, allow the full sizes again."""
-        if (self.batch_size, self.num_nodes, self.chunk_size) == self._all:
+        if (self.batch_size, self.num_drafts, self.chunk_size) == self._all:
             return
         self._num_ended += 1
         if self._num_ended >= self._patience:

@@ -125,19 +125,19 @@ class TreeOptions:
 
     def __post_init__(self) -> None:
         at_least("tree.max_nodes", self.max_nodes, 1)
-        at_least("tree.nodes", self.most_nodes, 1)
+        at_least("tree.nodes", self.most_drafts, 1)
         at_least("tree.depth", self.depth, 1)
         at_least("tree.threshold", self.threshold, 0)
 
     @property
-    def most_nodes(self) -> int:
+    def most_drafts(self) -> int:
         """Return the most draft tokens of a step, without the root."""
         return self.max_nodes if isinstance(self.nodes, str) else self.nodes
 
     @property
     def captured(self) -> list[TreeOptions]:
         """Return the trees of captured drafts, the largest first. Each halves the draft tokens."""
-        halved = [(self.most_nodes >> k, self.depth - k * self.depth // 4) for k in range(3)]
+        halved = [(self.most_drafts >> k, self.depth - k * self.depth // 4) for k in range(3)]
         return [replace(self, nodes=nodes, depth=depth) for nodes, depth in halved if nodes]
 
 

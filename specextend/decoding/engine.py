@@ -101,10 +101,10 @@ class Engine:
         """Share of the time for running sequences while a prompt is read, below 1."""
         self._eos_token_ids, self._asks = eos_token_ids, asks or Asks()
         self._cache_options = cache
-        sizes = tree.most_nodes, max_tokens, max_batch_size
+        sizes = tree.most_drafts, max_tokens, max_batch_size
         self._admission = Admission(target.cache, self.drafter, *sizes)
-        num_nodes = tree.most_nodes if drafter else 0
-        self._memory = MemoryLadder(max_batch_size, num_nodes, traits.prefill_chunk)
+        num_drafts = tree.most_drafts if drafter else 0
+        self._memory = MemoryLadder(max_batch_size, num_drafts, traits.prefill_chunk)
         self._graphs = graphs or Graphs()
         self._watch = Stopwatch()
         scored = scored_layers(cache, target.layers) if drafter else ()
@@ -311,7 +311,7 @@ class Engine:
 
     def _has_less(self, work: Work, sequences: list[RunningSequence], size: int) -> bool:
         """Return True if a restart takes less memory: by a smaller size, or without a draft."""
-        still_drafts = self._memory.num_nodes == 0 and any(
+        still_drafts = self._memory.num_drafts == 0 and any(
             sequence.drafts for sequence in sequences
         )
         return self._memory.lower(work, size, len(self._active)) or still_drafts
@@ -458,7 +458,7 @@ class Drafting:
     def is_wanted(self, request: Request) -> bool:
         """Return True if a request gets a draft."""
         drafts = self.payoff.drafts if request.drafts is None else request.drafts
-        return self._memory.num_nodes > 0 and drafts and not request.choices
+        return self._memory.num_drafts > 0 and drafts and not request.choices
 
     def admit(self, sequence: RunningSequence, active: Iterable[RunningSequence]) -> None:
         """Choose whether a new sequence begins with a draft or a pause."""
@@ -531,7 +531,7 @@ class Drafting:
         if not self._graphs.enabled or trees.num_nodes == 1:
             return trees
         if self._adaptive is None:
-            return trees.padded(1 + self._memory.num_nodes)
+            return trees.padded(1 + self._memory.num_drafts)
         return trees.padded(self._adaptive.costs.size_for(trees.num_nodes))
 
     def _draft(self, drafting: list[RunningSequence]) -> DraftTrees | None:
@@ -539,14 +539,14 @@ class Drafting:
         if not drafting:
             return None
         begin = self._watch.mark
-        most_nodes = max(1, self._memory.num_nodes)
+        most_drafts = max(1, self._memory.num_drafts)
         if self._adaptive is not None:
-            most_nodes = min(most_nodes, self._adaptive.most_nodes)
-        trees = self._drafter.propose([sequence.slot for sequence in drafting], most_nodes)
+            most_drafts = min(most_drafts, self._adaptive.most_drafts)
+        trees = self._drafter.propose([sequence.slot for sequence in drafting], most_drafts)
         if self._target.is_recurrent:
             trees = trees.chains()
         trees = self._constrain(trees, drafting, range(len(drafting)))
-        trees = prune(trees, 1 + self._memory.num_nodes)
+        trees = prune(trees, 1 + self._memory.num_drafts)
         self._wait_if_timed()
         now = self._watch.charge("draft_s", drafting)
         if self._timed_for is not None:
@@ -563,7 +563,7 @@ class Drafting:
             return None
         least = self._adaptive.least_probability([sequence.length for sequence in running])
         trees = self._drafter.glance(
-            [sequence.slot for sequence in pausing], self._memory.num_nodes, least
+            [sequence.slot for sequence in pausing], self._memory.num_drafts, least
         )
         return trees.chains() if trees and self._target.is_recurrent else trees
 
@@ -584,7 +584,7 @@ class Drafting:
         made = DraftTrees.pad(kept, self._target.device)
         if self._target.is_recurrent:  # forced text may be spelled in other tokens beside a draft
             made = made.chains()
-        return prune(made, 1 + self._memory.num_nodes)
+        return prune(made, 1 + self._memory.num_drafts)
 
     def observe(
         self,

@@ -193,15 +193,15 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Line:
     return (first, slope) if first > 0 else (fmean(seconds), 0.0)
 
 
-def choose_sizes(num_nodes: int, max_batch_size: int, most: int) -> list[int]:
+def choose_sizes(num_drafts: int, max_batch_size: int, most: int) -> list[int]:
     """Choose the rows of steps to measure, ascending from 1 up to `most`.
 
     Args:
-        num_nodes: Largest tree, without its root.
+        num_drafts: Largest tree, without its root.
         max_batch_size: Sequences of a step.
         most: Upper bound.
     """
-    rows = num_nodes + 1
+    rows = num_drafts + 1
     all_rows = max(rows, min(rows * max_batch_size, most))
     return sorted({rows, all_rows, *(size for size in SIZES if size < all_rows)})
 
@@ -285,7 +285,7 @@ def load_step_costs(
     """
     if tree.nodes != "auto":
         return None
-    sizes = choose_sizes(tree.most_nodes, max_batch_size, traits_of(target.device).measured_rows)
+    sizes = choose_sizes(tree.most_drafts, max_batch_size, traits_of(target.device).measured_rows)
     longest = max(1, target.cache.rows.num_free - sizes[-1])
     lengths = [*dict.fromkeys(min(length, longest) for length in LENGTHS)]
     key = target.timing_key() | {"backend": target.attend.__name__, "graphs": graphs.enabled}

@@ -426,12 +426,12 @@ class Adaptive:
     Costs and experience last as long as the engine. They change its speed, never its output.
     """
 
-    def __init__(self, costs: StepCosts, num_nodes: int, captured: Sequence[int] = ()):
+    def __init__(self, costs: StepCosts, num_drafts: int, captured: Sequence[int] = ()):
         """Take the measured costs.
 
         Args:
             costs: Costs of steps.
-            num_nodes: Draft tokens of the largest tree, without the root.
+            num_drafts: Draft tokens of the largest tree, without the root.
             captured: Draft tokens of captured trees, descending. Their size follows from the
                 promises of the step before, so that the host need not wait for the draft.
         """
@@ -442,13 +442,13 @@ class Adaptive:
         self._experience = Experience()
         self._num_settled = 0
         """Steps since the last decision, while all pause and no try is due."""
-        self._sizes = [size for size in costs.sizes if size <= num_nodes + 1]
+        self._sizes = [size for size in costs.sizes if size <= num_drafts + 1]
         self._size = self._sizes[-1]
         """Rows of the last trees of drafts."""
         self._num_cut = 0
 
     @property
-    def most_nodes(self) -> int:
+    def most_drafts(self) -> int:
         """Return the draft tokens of the next trees: one size above the last, to see if it pays.
 
         More would slow each level of the draft.

@@ -197,23 +197,23 @@ def _append(levels: list[_Level], level: _Level, order: Tensor | None) -> None:
     levels.append(level._replace(indices=parents + first))
 
 
-def _live(levels: list[_Level], num_nodes: int) -> Tensor:
+def _live(levels: list[_Level], num_drafts: int) -> Tensor:
     """Return the places [B, F] of the deepest level's nodes among the best, likeliest first."""
     log_probs = torch.cat([each.log_probs for each in levels], 1)
-    best = log_probs.sort(dim=1, descending=True, stable=True).indices[:, : 1 + num_nodes]
+    best = log_probs.sort(dim=1, descending=True, stable=True).indices[:, : 1 + num_drafts]
     live = torch.zeros_like(log_probs, dtype=torch.bool).scatter_(1, best, True)
     live = live[:, -levels[-1].token_ids.shape[1] :]
     order = live.int().sort(dim=1, descending=True, stable=True).indices
     return order[:, : int(live.sum(1).max())]
 
 
-def _expected_accepted(levels: list[_Level], num_nodes: int) -> Tensor:
+def _expected_accepted(levels: list[_Level], num_drafts: int) -> Tensor:
     """Return the expected accepted tokens [B]: the best nodes' path probabilities, summed."""
     log_probs = torch.cat([each.log_probs for each in levels[1:]], 1)
-    return log_probs.topk(min(num_nodes, log_probs.shape[1]), dim=1).values.exp().sum(1)
+    return log_probs.topk(min(num_drafts, log_probs.shape[1]), dim=1).values.exp().sum(1)
 
 
-def _best_of(levels: list[_Level], num_nodes: int) -> DraftTrees:
+def _best_of(levels: list[_Level], num_drafts: int) -> DraftTrees:
     """Make the trees of the root and the best nodes."""
     numbers = torch.arange(len(levels), device=levels[0].indices.device).split(1)
     pairs = zip(numbers, levels, strict=True)
@@ -222,18 +222,18 @@ def _best_of(levels: list[_Level], num_nodes: int) -> DraftTrees:
     log_probs = log_probs.nan_to_num(nan=_NEVER).clamp(min=_NEVER)
     batch, size = parents.shape
     trees = DraftTrees(token_ids, parents, depths.expand(batch, -1), log_probs, [size] * batch)
-    return prune(trees, 1 + num_nodes)
+    return prune(trees, 1 + num_drafts)
 
 
 def _children(
-    logits: Tensor, log_probs: Tensor, num_nodes: int, vocabulary: Tensor | None
+    logits: Tensor, log_probs: Tensor, num_drafts: int, vocabulary: Tensor | None
 ) -> _Level:
     """Return the likeliest children, by their logits [B, F, V] and the paths' log_probs [B, F]."""
-    width = min(num_nodes, logits.shape[-1])
+    width = min(num_drafts, logits.shape[-1])
     logits = logits.float()
     top = logits.topk(width, dim=-1)
     weights = top.values - logits.logsumexp(-1, keepdim=True) + log_probs.unsqueeze(-1)
-    best = weights.flatten(1).topk(min(num_nodes, weights.flatten(1).shape[1]), dim=1)
+    best = weights.flatten(1).topk(min(num_drafts, weights.flatten(1).shape[1]), dim=1)
     entries = top.indices.flatten(1).gather(1, best.indices)
     return _Level(
         entries if vocabulary is None else vocabulary[entries], best.indices // width, best.values
@@ -247,7 +247,7 @@ def grow_trees(
     options: TreeOptions,
     *,
     least_gain: float | None,
-    num_nodes: int | None = None,
+    num_drafts: int | None = None,
     vocabulary: Tensor | None = None,
 ) -> DraftTrees:
     """Grow trees of the likeliest nodes, one level of drafting after the other.
@@ -263,12 +263,12 @@ def grow_trees(
         least_gain: Expected accepted tokens that a level must add for a sequence to go on. Levels
             are narrowed to live nodes, at the price of a host sync each. None: every level has the
             full width (fixed shapes).
-        num_nodes: Draft tokens, without the root; None: `options.most_nodes`.
+        num_drafts: Draft tokens, without the root; None: `options.most_drafts`.
         vocabulary: Token ids [V] of the logits of a reduced draft.
     """
-    num_nodes = options.most_nodes if num_nodes is None else num_nodes
+    num_drafts = options.most_drafts if num_drafts is None else num_drafts
     root_log_probs = root_logits.new_zeros(len(root_logits), 1, dtype=torch.float32)
-    level = _children(root_logits.unsqueeze(1), root_log_probs, num_nodes, vocabulary)
+    level = _children(root_logits.unsqueeze(1), root_log_probs, num_drafts, vocabulary)
     roots = root_token_ids.unsqueeze(1)
     pool = [_Level(roots, torch.full_like(roots, -1), root_log_probs)]
     order = None
@@ -276,10 +276,10 @@ def grow_trees(
     mask = torch.zeros(len(root_logits), 0, 0, dtype=torch.bool, device=root_logits.device)
     if least_gain is not None:
         stopped = torch.zeros_like(root_log_probs, dtype=torch.bool)
-        expected = _expected_accepted(pool, num_nodes)
+        expected = _expected_accepted(pool, num_drafts)
     for depth in range(1, options.depth):
         if least_gain is not None:
-            order = _live(pool, num_nodes)
+            order = _live(pool, num_drafts)
             if order.shape[1] == 0:
                 break
             level = level.at(order)
@@ -288,15 +288,15 @@ def grow_trees(
         weights = (
             level.log_probs if least_gain is None else level.log_probs.masked_fill(stopped, -inf)
         )
-        level = _children(logits, weights, num_nodes, vocabulary)
+        level = _children(logits, weights, num_drafts, vocabulary)
         _append(pool, level, order)
         if least_gain is not None:
             before = expected
-            expected = _expected_accepted(pool, num_nodes)
+            expected = _expected_accepted(pool, num_drafts)
             stopped |= (expected - before).unsqueeze(1) < least_gain
             if bool(stopped.all()):
                 break
-    return _best_of(pool, num_nodes)
+    return _best_of(pool, num_drafts)
 
 
 def _frontier_mask(seen: Tensor, indices: Tensor) -> Tensor:
@@ -431,13 +431,13 @@ class Drafter:
         """Note decided tokens."""
 
     def glance(
-        self, slots: Sequence[int], num_nodes: int, least_probability: float
+        self, slots: Sequence[int], num_drafts: int, least_probability: float
     ) -> DraftTrees | None:
         """Propose trees from noted tokens, in next to no time.
 
         Args:
             slots: Slots of the sequences.
-            num_nodes: Most draft tokens of a tree.
+            num_drafts: Most draft tokens of a tree.
             least_probability: Least probability of a path.
 
         Returns:
@@ -448,12 +448,12 @@ class Drafter:
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
         """Let a network read decided tokens."""
 
-    def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
+    def propose(self, slots: Sequence[int], num_drafts: int | None = None) -> DraftTrees:
         """Propose a tree for each slot. Called only if `num_levels` is above 0.
 
         Args:
             slots: Slots of the sequences.
-            num_nodes: Draft tokens of a tree at most; None: as configured.
+            num_drafts: Draft tokens of a tree at most; None: as configured.
         """
         raise NotImplementedError
 

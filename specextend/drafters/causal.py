@@ -196,7 +196,7 @@ class CausalDrafter(Drafter):
         num_tokens = num_prompt_tokens + max_new_tokens + self._options.depth + 1
         chosen = num_prompt_tokens if self._num_visible_rows is None else self._num_visible_rows
         visible = min(num_tokens, chosen + max_new_tokens + self._options.depth + 1)
-        scratch = self._options.depth * self._options.most_nodes
+        scratch = self._options.depth * self._options.most_drafts
         self._texts[slot] = -1
         return self._cache.admit(slot, num_tokens, visible + scratch)
 
@@ -251,26 +251,26 @@ class CausalDrafter(Drafter):
             self._cache.advance(slot, new)
         self._located = self._known(slots), table
 
-    def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
-        """Grow a tree of up to `num_nodes` nodes behind each slot's root; captured ones have the
+    def propose(self, slots: Sequence[int], num_drafts: int | None = None) -> DraftTrees:
+        """Grow a tree of up to `num_drafts` nodes behind each slot's root; captured ones have the
         smallest shape that holds as many.
         """
         if not self._graphs.enabled:
             self._gain.begin()
             if self.network.at_once is None:
-                trees = self._grow(slots, self._locate(slots), self._options, num_nodes)
+                trees = self._grow(slots, self._locate(slots), self._options, num_drafts)
             else:
-                trees = self._grow_at_once(slots, num_nodes or self._options.most_nodes)
+                trees = self._grow_at_once(slots, num_drafts or self._options.most_drafts)
             self._gain.end(self._num_levels)
             return trees
         tree = self._options
         for smaller in tree.captured:
-            tree = smaller if smaller.most_nodes >= (num_nodes or tree.most_nodes) else tree
+            tree = smaller if smaller.most_drafts >= (num_drafts or tree.most_drafts) else tree
         outputs = self._graphs.run(
             "draft",
             lambda table: self._grow(slots, table, tree).tensors,
             self._locate(slots),
-            shape=(tree.most_nodes, tree.depth),
+            shape=(tree.most_drafts, tree.depth),
         )
         return DraftTrees.of(outputs, [outputs[0].shape[1]] * len(slots))
 
@@ -330,7 +330,7 @@ class CausalDrafter(Drafter):
         self._root_hidden.index_copy_(0, table[:, 0], hidden)
         return (torch.cat([table[:, :2], table[:, 2:] + counts], 1),)
 
-    def _grow_at_once(self, slots: Sequence[int], num_nodes: int) -> DraftTrees:
+    def _grow_at_once(self, slots: Sequence[int], num_drafts: int) -> DraftTrees:
         """Read what is unread of the slots, and grow their trees, in one call."""
         unread = {slot: self._unread.pop(slot) for slot in slots}
         width = max(len(new) for new, _ in unread.values())
@@ -352,14 +352,14 @@ class CausalDrafter(Drafter):
             torch.stack(features),
             torch.tensor(places),
             self._cache.working.stored,
-            num_nodes,
+            num_drafts,
             self._options.depth,
             self._gain.least,
         )
         self._cache.write_back(*torch.tensor(read).T)
         trees = DraftTrees.of([*nodes, log_probs], [log_probs.shape[1]] * len(slots))
         self._num_levels = 1 + int(trees.depths.max())
-        return prune(trees, 1 + num_nodes)
+        return prune(trees, 1 + num_drafts)
 
     def _read_history(self, slots: Tensor, token_ids: Tensor, counts: Tensor) -> Tensor:
         """Return the tokens [B, T, 3] before each newly decided one [B, T], nearest first, and
@@ -378,7 +378,7 @@ class CausalDrafter(Drafter):
         slots: Sequence[int],
         table: Tensor,
         tree: TreeOptions,
-        num_nodes: int | None = None,
+        num_drafts: int | None = None,
     ) -> DraftTrees:
         """Grow a tree behind each slot's root; `table` [B, 5] are the slots' places."""
         places = _SlotPlaces(*table.split(1, 1))
@@ -408,7 +408,7 @@ class CausalDrafter(Drafter):
             expand,
             tree,
             least_gain=None if self._graphs.enabled else self._gain.least,
-            num_nodes=num_nodes,
+            num_drafts=num_drafts,
             vocabulary=self.network.vocabulary,
         )
 

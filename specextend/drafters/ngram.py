@@ -213,12 +213,12 @@ class NgramState:
 
     def propose(
         self,
-        num_nodes: int,
+        num_drafts: int,
         depth: int,
         draft: Mapping[int, Sequence[Candidate]],
         least_probability: float = LEAST_PROBABILITY,
     ) -> list[TreeNode]:
-        """Return the root and the `num_nodes` likeliest nodes behind it, parents first; none less
+        """Return the root and the `num_drafts` likeliest nodes behind it, parents first; none less
         likely than asked.
 
         They are candidates and nodes of a draft's tree (`children_of`; may be empty). The tree has
@@ -242,7 +242,7 @@ class NgramState:
                     num_found += 1
 
         expand(0, self._index.matches(), draft.get(0, []))
-        while open_ and len(nodes) <= num_nodes:
+        while open_ and len(nodes) <= num_drafts:
             probability, _, parent, offer = heappop(open_)
             nodes.append(
                 TreeNode(parent, offer.token_id, nodes[parent].depth + 1, log(-probability))
@@ -344,14 +344,16 @@ class NgramDrafter(Drafter):
         self._slots[slot].read(token_ids)
 
     def glance(
-        self, slots: Sequence[int], num_nodes: int, least_probability: float
+        self, slots: Sequence[int], num_drafts: int, least_probability: float
     ) -> DraftTrees | None:
         """Propose the likeliest n-gram drafts alone."""
         if not self._has_proposed:
             self._ended_at = None
         self._has_proposed = False
         least = max(LEAST_PROBABILITY, least_probability)
-        trees = [self._slots[slot].propose(num_nodes, self.num_levels, {}, least) for slot in slots]
+        trees = [
+            self._slots[slot].propose(num_drafts, self.num_levels, {}, least) for slot in slots
+        ]
         return (
             DraftTrees.pad(trees, self._device) if any(len(nodes) > 1 for nodes in trees) else None
         )
@@ -360,11 +362,11 @@ class NgramDrafter(Drafter):
         """Let the draft read what was decided for these slots."""
         self._draft.absorb(slots, decided)
 
-    def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
+    def propose(self, slots: Sequence[int], num_drafts: int | None = None) -> DraftTrees:
         """Propose a tree behind each slot's root: the likeliest nodes of both, or the root
         alone.
         """
-        limits = self._options.most_nodes if num_nodes is None else num_nodes, self.num_levels
+        limits = self._options.most_drafts if num_drafts is None else num_drafts, self.num_levels
         if self._ended_at is not None:
             self._rest_s = moved(self._rest_s, self._clock() - self._ended_at)
         trees = {slot: self._slots[slot].propose(*limits, {}) for slot in slots}

@@ -118,8 +118,8 @@ def load_engine(config: Configs) -> Engine:
             target, config.tree, tree_attention, config.decoding.batch_size, graphs
         )
         if costs is not None:
-            captured = [tree.most_nodes for tree in config.tree.captured if graphs.enabled]
-            adaptive = Adaptive(costs, config.tree.most_nodes, captured)
+            captured = [tree.most_drafts for tree in config.tree.captured if graphs.enabled]
+            adaptive = Adaptive(costs, config.tree.most_drafts, captured)
     release_cached(device)  # what joining a draft's weights, checks and measurements left behind
     return Engine(
         load_tokenizer(config.target.model),
@@ -173,7 +173,7 @@ def make_subject(config: RunConfig, facts: ModelFacts) -> Subject:
         device=config.job.device,
         dtype=config.target.dtype,
         layers=tuple(dict.fromkeys((_layer_shape(facts), *_draft_shapes(config.active_draft)))),
-        num_nodes=config.tree.most_nodes,
+        num_drafts=config.tree.most_drafts,
         depth=config.num_tree_levels,
         chunk=_traits(config).prefill_chunk,
         quantize=config.target.quantize,
@@ -240,7 +240,7 @@ def rows_per_sequence(config: RunConfig, num_tokens: int) -> int:
     """Return the cache rows of a sequence of `num_tokens` tokens: one for each, a tree behind them,
     aligned.
     """
-    return aligned(num_tokens + config.tree.most_nodes + config.num_tree_levels + 2)
+    return aligned(num_tokens + config.tree.most_drafts + config.num_tree_levels + 2)
 
 
 def recent_sizes(config: RunConfig, facts: ModelFacts) -> RecentSizes | None:
@@ -414,7 +414,7 @@ def _forward_bytes(config: RunConfig, facts: ModelFacts) -> int:
 
 def _logits_bytes(config: RunConfig, facts: ModelFacts, num_copies: int = 1) -> int:
     """Compute what the logits of the largest step take, with `num_copies` in fp32."""
-    num_rows = config.decoding.batch_size * (config.tree.most_nodes + 1)
+    num_rows = config.decoding.batch_size * (config.tree.most_drafts + 1)
     return num_rows * facts.vocab_size * (DTYPES[config.target.dtype].itemsize + 4 * num_copies)
 
 

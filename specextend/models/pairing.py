@@ -212,7 +212,7 @@ def draft_rows(config: RunConfig, num_rows: int) -> tuple[int, int]:
     levels = config.num_tree_levels
     cache = config.active_cache
     batch_size = config.decoding.batch_size
-    trees = config.tree.most_nodes * levels
+    trees = config.tree.most_drafts * levels
     draft = config.active_draft
     is_head = draft is not None and draft.kind == "eagle"
     num_full = num_rows + batch_size * aligned(2 * levels + 1)

@@ -60,7 +60,7 @@ def find_fault(subject: Subject, kernels: Kernels, field: str) -> str:
                     kernels.attend(device), calls_of(subject, field), shape, dtype
                 )
             else:
-                sizes = 1, subject.num_nodes + 1, subject.chunk
+                sizes = 1, subject.num_drafts + 1, subject.chunk
                 layer = kernels.of_layers(device)
                 each = (
                     wrong_layer(layer, size, shape, dtype, scheme=subject.quantize)

@@ -56,15 +56,15 @@ class Call:
         return f"T = {self.num_queries} ({self.kind}) after {', '.join(map(str, self.prefixes))}"
 
 
-def step_calls(num_nodes: int, depth: int) -> Iterator[Call]:
+def step_calls(num_drafts: int, depth: int) -> Iterator[Call]:
     """Yield calls of plain steps, trees, the last level of trees, and a draft's reading after a
     step.
     """
     for prefixes in _BATCHES:
-        for size in {1, num_nodes + 1, MAX_QUERIES}:
+        for size in {1, num_drafts + 1, MAX_QUERIES}:
             yield Call("tree" if size > 1 else "plain", size, prefixes)
         yield Call("causal", depth + 1, prefixes)
-        yield Call("tree", num_nodes, prefixes, num_nodes * max(0, depth - 2))
+        yield Call("tree", num_drafts, prefixes, num_drafts * max(0, depth - 2))
 
 
 def prompt_calls(chunk: int) -> Iterator[Call]:
@@ -79,7 +79,7 @@ def calls_of(subject: Subject, field: str) -> Iterator[Call]:
     """Yield the calls of attention in prompts or in steps."""
     if field == "prompts":
         return prompt_calls(subject.chunk)
-    return step_calls(subject.num_nodes, subject.depth)
+    return step_calls(subject.num_drafts, subject.depth)
 
 
 def wrong_attention(

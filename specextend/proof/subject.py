@@ -130,7 +130,7 @@ class Subject:
     """Name in torch, such as `bfloat16`."""
     layers: tuple[LayerShape, ...]
     """Shapes of the target's layers, and of the draft's if different."""
-    num_nodes: int
+    num_drafts: int
     """Most draft tokens of a tree."""
     depth: int
     chunk: int

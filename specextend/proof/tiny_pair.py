@@ -141,15 +141,15 @@ class TinyPair:
             trees: Counter of proposed trees, which waits for the device.
         """
         subject = self._subject
-        tree = TreeOptions(nodes=subject.num_nodes, depth=subject.depth)
+        tree = TreeOptions(nodes=subject.num_drafts, depth=subject.depth)
         num_tokens = max(len(each.prompt_token_ids) + each.max_new_tokens for each in requests)
-        rows = batch * aligned(num_tokens + tree.most_nodes + tree.depth + 2)
+        rows = batch * aligned(num_tokens + tree.most_drafts + tree.depth + 2)
         attend = kernels.attend(self._device)
         layers = kernels.of_layers(self._device)
         target = CachedModel(_own(self._target), attend, rows, layers)
         drafter = None
         if speculates:
-            scratch = batch * aligned(tree.most_nodes * tree.depth)
+            scratch = batch * aligned(tree.most_drafts * tree.depth)
             cached = CachedModel(_own(self._draft), attend, rows + scratch, layers)
             network = ModelNetwork(cached, _CACHE.chunk_size, subject.chunk)
             visible = _CACHE.top_k_chunks * _CACHE.chunk_size
@@ -176,9 +176,9 @@ class _NotingDrafter(CausalDrafter):
 
     trees: Trees | None
 
-    def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
+    def propose(self, slots: Sequence[int], num_drafts: int | None = None) -> DraftTrees:
         """Grow trees as `CausalDrafter`."""
-        proposed = super().propose(slots, num_nodes)
+        proposed = super().propose(slots, num_drafts)
         if self.trees is not None:
             self.trees.update(
                 tuple(tuple(node[:3]) for node in nodes) for nodes in proposed.nodes()

@@ -237,7 +237,7 @@ def tokens_per_step(config: RunConfig, prompts: Mapping[int, list[int]], show: S
     """Measure the mean acceptance length over prompts, with trees of a fixed size."""
     if config.tree.nodes == "auto":  # it follows the machine's speed
         config = config.model_copy(
-            update={"tree": replace(config.tree, nodes=config.tree.most_nodes)}
+            update={"tree": replace(config.tree, nodes=config.tree.most_drafts)}
         )
     stats = DecodingStats()
     found = 1.0

@@ -81,7 +81,7 @@ class Prophet(Drafter):
         output, count = self._said[slot]
         self._said[slot] = output, count + len(token_ids)
 
-    def propose(self, slots, num_nodes=None):
+    def propose(self, slots, num_drafts=None):
         return DraftTrees.pad([self._tree(slot) for slot in slots], torch.device("cpu"))
 
     def _tree(self, slot):

@@ -26,10 +26,10 @@ def test_a_step_crosses_at_most_fifteen_modules(draft, pair, monkeypatch):
         _, _, module = frame.f_code.co_filename.rpartition("/specextend/")
         steps[-1].add(module)
 
-    def begin(slots, num_nodes):
+    def begin(slots, num_drafts):
         steps.append(set())
         sys.setprofile(note)
-        return propose(slots, num_nodes)
+        return propose(slots, num_drafts)
 
     def end(slots, decided):
         absorb(slots, decided)

@@ -284,8 +284,8 @@ class Clairvoyant:
         self.absorbed.append(decided.features[0, : len(decided.token_ids[0])])
         self.drafter.absorb(rows, decided)
 
-    def propose(self, rows, num_nodes=None):
-        assert self.drafter.propose(rows, num_nodes)
+    def propose(self, rows, num_drafts=None):
+        assert self.drafter.propose(rows, num_drafts)
         done = sum(map(len, self.absorbed))
         root, *following = [*self.token_ids, 0, 0][done - 1 : done + 2]
         chain = torch.tensor([[root, *following, 0]])

@@ -53,15 +53,15 @@ def proposals(draw):
 
 
 @given(proposals(), st.integers(1, 12), st.integers(1, 6))
-def test_a_merged_tree_keeps_its_budget_and_is_a_tree(proposal, num_nodes, depth):
+def test_a_merged_tree_keeps_its_budget_and_is_a_tree(proposal, num_drafts, depth):
     """The engine relies on it: parents first, no probability above the parent's, no path twice."""
     prompt, output, drafted = proposal
     state = NgramState(len(prompt), 1000)
     state.read(prompt)
     for token_id in output:
         state.read([token_id])
-        nodes = state.propose(num_nodes, depth, children_of(draft_tree(*drafted)))
-    assert len(nodes) <= 1 + num_nodes
+        nodes = state.propose(num_drafts, depth, children_of(draft_tree(*drafted)))
+    assert len(nodes) <= 1 + num_drafts
     assert nodes[0].token_id == output[-1]
     assert nodes[0].parent == -1
     for number, node in enumerate(nodes[1:], start=1):

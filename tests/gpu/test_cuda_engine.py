@@ -20,7 +20,7 @@ SUBJECT = Subject(
     device="cuda",
     dtype="float32",
     layers=(LayerShape(num_heads=2, num_key_heads=1, head_dim=64, hidden_size=128, intermediate_size=192),),
-    num_nodes=8,
+    num_drafts=8,
     depth=4,
     chunk=CHUNK,
 )

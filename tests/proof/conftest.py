@@ -7,7 +7,7 @@ SUBJECT = Subject(
     device="cpu",
     dtype="float32",
     layers=(LayerShape(num_heads=4, num_key_heads=2, head_dim=64, hidden_size=64, intermediate_size=128),),
-    num_nodes=8,
+    num_drafts=8,
     depth=4,
     chunk=CPU.prefill_chunk,
 )

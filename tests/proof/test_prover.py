@@ -130,7 +130,7 @@ def test_a_kept_proof_is_not_used_after_a_change(change, tried, tmp_path, monkey
         monkeypatch.setattr(measurements, "code_sha256", lambda: "0")
     elif change == "no folder":  # a home that is read-only ended every worker of a node
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    load_proof(replace(SUBJECT, num_nodes=9) if change == "shape" else SUBJECT, CANDIDATES[:1])
+    load_proof(replace(SUBJECT, num_drafts=9) if change == "shape" else SUBJECT, CANDIDATES[:1])
     assert tried == ["first", "first"]
 
 
@@ -184,7 +184,7 @@ def test_a_start_and_the_check_prove_the_same_before_they_have_a_context(tree, h
     assert started == checked
     subject, candidates = started
     assert candidates == [TREES, LAYERS, FLASH, *[GRAPHS] * has_graphs]
-    assert subject.num_nodes == 7
+    assert subject.num_drafts == 7
 
 
 def test_a_head_has_a_say_in_what_is_proven_and_a_named_kernel_needs_no_proof(pair, card):
