@@ -146,7 +146,7 @@ class MemoryLadder:
         self._num_ended = 0
 
     def lower(self, work: Work, size: int, num_active: int) -> bool:
-        """Lower one size after memory ran out.
+        """Lower a size after memory ran out.
 
         For a step: fewer sequences, then smaller trees, then none. For a prefill: smaller chunks,
         then no draft, then a batch of one.

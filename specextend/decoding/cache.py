@@ -1,6 +1,6 @@
 """The KV caches of the target, and the two caches of a draft.
 
-The largest length of a sequence is known in advance in offline work. So each sequence has one
+The largest length of a sequence is known in advance in offline work. So each sequence has a
 contiguous region of rows, aligned to 256, and there is no paging.
 
 A draft's working cache holds the visible tokens at consecutive positions, so a draft trained on 2K
@@ -199,7 +199,7 @@ class KVCache:
     """Keys and values of all sequences.
 
     The rows of a head are contiguous, so attention reads them as one matrix. Rows after a
-    sequence's committed ones are a proposal, of which `commit` keeps a path.
+    sequence's committed rows are a proposal, of which `commit` keeps a path.
     """
 
     def __init__(
@@ -251,18 +251,18 @@ class KVCache:
 
     @property
     def stored(self) -> Tensor:
-        """Return keys and values [L, 2, K, R, D] of layers of one shape."""
+        """Return keys and values [L, 2, K, R, D] of layers with equal shapes."""
         [stored] = self.parts
         return stored
 
     @property
     def keys(self) -> Tensor:
-        """Return the keys [L, K, R, D] of layers of one shape, for reading and writing."""
+        """Return the keys [L, K, R, D] of layers with equal shapes, also for writing."""
         return self.stored[:, 0]
 
     @property
     def values(self) -> Tensor:
-        """Return the values [L, K, R, D] of layers of one shape, for reading and writing."""
+        """Return the values [L, K, R, D] of layers with equal shapes, also for writing."""
         return self.stored[:, 1]
 
     def copy(self, source: int, target: int, count: int) -> None:
@@ -301,7 +301,7 @@ def rotate(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class DraftRows:
-    """Rows of one sequence in the caches of a draft."""
+    """Rows of a sequence in the caches of a draft."""
 
     working: Region
     full: Region = Region(0, 0)
@@ -368,7 +368,7 @@ class VisibleCache(ABC):
 
     @abstractmethod
     def write_back(self, rows: Tensor, positions: Tensor, full_rows: Tensor) -> None:
-        """Copy working rows [n] to the full cache, if there is one."""
+        """Copy working rows [n] to the full cache, if it exists."""
 
     def advance(self, slot: int, token_ids: Sequence[int]) -> None:
         """Count tokens, already in the next rows, as visible."""

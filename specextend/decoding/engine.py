@@ -317,7 +317,7 @@ class Engine:
         return self._memory.lower(work, size, len(self._active)) or still_drafts
 
     def _fail(self, sequences: list[RunningSequence], error: Exception, on_error: OnError) -> None:
-        """Report the failure of one sequence. Raises BatchError for several."""
+        """Report the failure of a sequence. Raises BatchError for several."""
         if len(sequences) > 1:
             raise BatchError(
                 [sequence.request.request_id for sequence in sequences], error
@@ -336,7 +336,7 @@ class Engine:
         self._admission.release(sequence.slot, sequence.region)
 
     def _finished(self, on_error: OnError | None) -> list[Completion]:
-        """Release ended sequences; return the completions of the sound ones."""
+        """Release ended sequences; return their completions except broken sequences."""
         done = []
         for sequence in [each for each in self._active.values() if each.has_ended]:
             if sequence.is_broken:
@@ -493,7 +493,7 @@ class Drafting:
         """Return a tree for each sequence. In a plain step it is the root.
 
         Drafts propose for active sequences, n-grams for pausing ones. Grammars remove forbidden
-        nodes and add forced ones.
+        nodes and add forced nodes.
         """
         root_ids = [sequence.root_token_id for sequence in sequences]
         trees = roots_only(root_ids, self._target.device)
@@ -521,7 +521,7 @@ class Drafting:
         return self._padded(self._constrain(trees, sequences, pausing))
 
     def _joined(self, drafted: DraftTrees | None, glanced: DraftTrees | None) -> DraftTrees | None:
-        """Put two groups of trees into one batch."""
+        """Put two groups of trees into a batch."""
         if drafted is None or glanced is None:
             return drafted or glanced
         return DraftTrees.pad([*drafted.nodes(), *glanced.nodes()], self._target.device)
@@ -570,7 +570,7 @@ class Drafting:
     def _constrain(
         self, trees: DraftTrees, sequences: list[RunningSequence], places: Sequence[int]
     ) -> DraftTrees:
-        """Apply grammars to the trees at `places`: remove forbidden nodes, add forced ones."""
+        """Apply grammars to the trees at `places`: remove forbidden nodes, add forced nodes."""
         if not any(sequences[b].grammar for b in places):
             return trees
         proposed = trees.nodes()
@@ -643,7 +643,7 @@ class Drafting:
                 self._read_late(sequence, new, step.features[b, : len(new)].clone())
 
     def _read_late(self, sequence: RunningSequence, token_ids: list[int], features: Tensor) -> None:
-        """Keep decided tokens and the features before them. An active draft reads all kept ones."""
+        """Keep decided tokens and the features before them. An active draft reads all of them."""
         sequence.undrafted.append((token_ids, features))
         if sequence.speculation.active and not self.payoff.is_plain:
             # one by one: in a batch the others would be padded to the longest

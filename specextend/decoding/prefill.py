@@ -1,7 +1,7 @@
 """Prefill: the target reads a prompt in chunks, and the draft reads along.
 
 Prompts with the same first n tokens have the same first n cache rows, because attention sees no
-later token. So the rows of one prompt are copied for the next (prefix caching). The draft reads
+later token. So rows are copied from prompt to prompt (prefix caching). The draft reads
 every prompt from the target's features, which takes little time.
 
 Shapes: `P` tokens of a prompt, `T` of a chunk, `L` layers, `C` hidden size, `F` features of a
@@ -73,7 +73,7 @@ class PromptEnd(NamedTuple):
 
 @dataclass
 class PromptReader:
-    """Reads the prompts of one engine, without their common start with the last prompt."""
+    """Reads prompts, without their common start with the last prompt."""
 
     _target: CachedModel
     _drafter: Drafter

@@ -1,9 +1,8 @@
 """Layers with a recurrent state (gated delta rule, Mamba 2, short convolution) under drafts.
 
 A recurrent state cannot forget a token. So a layer keeps its inputs for undecided tokens, and its
-state before them. In the next step it reads the decided inputs again before the new ones. The rest
-of the model reads each token once. A state has a single past, so drafts are chains. Begin with
-`RecurrentLayer.forward`.
+state before them. In the next step it reads the decided inputs again before the new inputs. A state
+has a single past, so drafts are chains. Begin with `RecurrentLayer.forward`.
 
 Shapes: `B` sequences, `T` new tokens of each, `C` input size of a layer, `n` pending tokens.
 """
@@ -38,7 +37,7 @@ _FIELDS = (
 
 @dataclass(slots=True)
 class Past:
-    """The past of one sequence in one layer."""
+    """The past of a sequence in a layer."""
 
     length: int
     """Tokens in the state."""

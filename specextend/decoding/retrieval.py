@@ -1,6 +1,6 @@
 """Retrieval: the chunks of a text that the draft sees (arXiv 2505.20776, section 3).
 
-Chunks have `cache.chunk_size` tokens; the last one may be shorter.
+Chunks have `cache.chunk_size` tokens; the last may be shorter.
 
 Shapes: `H` query heads, `K` key heads, `G` = H / K, `D` head size, `S` committed tokens, `C`
 chunks.
@@ -89,7 +89,7 @@ def forced_chunks(num_tokens: int, options: CacheOptions) -> Tensor:
 
 
 def select_by_score(mass: Tensor, num_tokens: int, options: CacheOptions) -> Tensor:
-    """Select `top_k_chunks`: the forced ones, and the best others by `mass` [C].
+    """Select `top_k_chunks`: the forced chunks, and the best others by `mass` [C].
 
     Returns:
         Chunks [n], ascending. The earlier of two equals wins.
@@ -100,7 +100,7 @@ def select_by_score(mass: Tensor, num_tokens: int, options: CacheOptions) -> Ten
 
 
 def select_recent(num_tokens: int, options: CacheOptions) -> Tensor:
-    """Select `top_k_chunks`: the first chunk and the most recent ones, as StreamingLLM does.
+    """Select `top_k_chunks`: the first chunk and the most recent chunks, as StreamingLLM does.
 
     Returns:
         Chunks [n], ascending.
@@ -113,7 +113,7 @@ def select_recent(num_tokens: int, options: CacheOptions) -> Tensor:
 
 @dataclass
 class CachePolicy:
-    """The visible part of one sequence's text, and the time of the next selection."""
+    """The visible part of a sequence's text, and the time of the next selection."""
 
     _options: CacheOptions
     _chosen: set[int] | None = None

@@ -31,7 +31,7 @@ NOT_FINITE = -2
 _NOISE_ROWS = 8
 """Rows of noise that fit a processor's cache."""
 _NORMED_ROWS = 16
-"""Rows of one sum."""
+"""Rows of a sum."""
 _FIRST_PREFIX = 64
 """Sorted tokens for top_p at first; eight times more until they suffice."""
 
@@ -289,7 +289,7 @@ class NgramIndex:
 
 
 class Penalties:
-    """The penalties of one request, and its tokens so far."""
+    """The penalties of a request, and its tokens so far."""
 
     def __init__(self, request: Request, device: torch.device, asks: Asks):
         """Take a request, the device of the logits, and the penalties."""

@@ -30,7 +30,7 @@ LEAST_TRUST = 1.0
 _TRUST = 4.0
 """Initial weight of a prior, in accepted tokens. It fades as evidence does."""
 _MEMORY = 0.92
-"""Weight of a step's evidence one step later."""
+"""Decay of evidence per step."""
 _AGED = 0.25
 """Weight of old evidence after a pause."""
 _BROKEN = "\ufffd"
@@ -42,7 +42,7 @@ Nodes = tuple[Sequence[int], Sequence[int]]
 
 
 class StopChecker:
-    """Collects the tokens of one sequence and finds its end.
+    """Collects the tokens of a sequence and finds its end.
 
     A sequence ends with its EOS, with the token that completes a stop string or a loop, or at its
     full length. With stop strings, the text of the last few tokens is decoded at each token. The
@@ -113,7 +113,7 @@ def _find(text: str, stop: tuple[str, ...]) -> int | None:
 
 
 def _decode(tokenizer: Any, token_ids: list[int]) -> str:
-    """Decode tokens without special ones and without cleaning spaces."""
+    """Decode tokens except special tokens, without cleaning spaces."""
     text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
@@ -158,7 +158,7 @@ class Evidence(NamedTuple):
 
 @dataclass(slots=True)
 class Speculation:
-    """The record of one sequence's draft, and its pauses."""
+    """The record of a sequence's draft, and its pauses."""
 
     active: bool = True
     """True while the draft proposes, False in a pause."""

@@ -2,7 +2,7 @@
 
 `Adaptive` decides for the running batch, by `who_speculates` and `best_size`. It needs the costs of
 steps (`StepCosts`) and the record of each draft (`Speculation`). New sequences begin with the
-`Experience` of earlier ones, so a run learns once. `Payoff` compares whole documents.
+`Experience` of earlier sequences, so a run learns once. `Payoff` compares whole documents.
 
 A forward of n rows after L tokens takes `a_n + b_n * L`: linear layers, and attention to the
 prefix. `measurements.py` measures both at the start, and every step corrects them.
@@ -52,11 +52,11 @@ DOUBT = 0.1
 LARGEST_CREDIT = 1.0
 """Most tokens of gain for later tries, so that no document pays for the losses of another."""
 LARGEST_DEBT = 8.0
-"""Most tokens of loss before the next try, so that one slow step does not end all tries."""
+"""Most tokens of loss before the next try, so that a slow step does not end all tries."""
 KNOWN_STEPS = 8
-"""Speculative steps of all sequences after which new ones need no try."""
+"""Speculative steps of all sequences after which new sequences need no try."""
 _LONG_MEMORY = 0.99
-"""Weight of a step's evidence one step later, for all sequences."""
+"""Decay of evidence per step, for all sequences."""
 _HANDICAP = 0.2
 """Tokens by which the gain of a paused sequence is reduced: a forward of the draft resumes it."""
 _WORTH_A_THOUGHT = 0.5
@@ -66,7 +66,7 @@ LOOK_AROUND = 16
 FIRST_READING_STEPS = 32
 """Steps in which a draft's first reading of a document is expected to pay."""
 _READING_MEMORY = 0.998
-"""Weight of the reading and the steps of drafts one step later."""
+"""Decay of readings and drafted steps per step."""
 _WARM_UP = 4
 """First measurements of a cost, of which the smallest counts."""
 _QUICKLY = 0.1
@@ -88,7 +88,7 @@ _HELD_UP = 4.0
 
 
 class StepCosts:
-    """Times of steps of one pair on one device.
+    """Times of steps of a pair on a device.
 
     A pace, learned quickly from every step, scales all times, because a busy machine slows every
     step. Corrections for each size of batch and tree are learned slowly.
@@ -275,10 +275,9 @@ def who_speculates(
 ) -> set[int]:
     """Choose the sequences that speculate next, for most tokens per second.
 
-    All sequences wait for the largest verification of the batch, so speculation may pay for one
-    only because it pays for another. In credit, due tries begin, and drafts pause if they would
-    lose more than `ALLOWED_LOSS`. Out of credit, no try begins, and drafts must win more than
-    `DOUBT`.
+    All sequences wait for the largest verification of the batch, so a draft may pay only because
+    another pays too. In credit, due tries begin, and drafts pause if they would lose more than
+    `ALLOWED_LOSS`. Out of credit, no try begins, and drafts must win more than `DOUBT`.
 
     Args:
         states: Records of the sequences.

@@ -33,7 +33,7 @@ _IRRELEVANT = {"dropout", "position_ids", "use_cache", "output_attentions"}
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """The attention of one layer of a model."""
+    """The attention of a layer."""
 
     num_kv_heads: int = 0
     """Heads of keys and values; 0 for a layer without attention."""
@@ -48,7 +48,7 @@ class AttentionLayer:
     recurrent: str = ""
     """Name of the module with a recurrent state, empty if the layer has none."""
     state_bytes: int = 0
-    """Bytes of the recurrent state of one sequence, in float32."""
+    """Bytes of the recurrent state of a sequence, in float32."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -57,7 +57,7 @@ class AttentionLayer:
 
     @property
     def numbers(self) -> int:
-        """Return the numbers in the keys and values of one token."""
+        """Return the numbers in the keys and values of a token."""
         return 2 * self.num_kv_heads * self.head_dim
 
 

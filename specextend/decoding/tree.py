@@ -29,7 +29,7 @@ _PADDING = (0, -1, 0, -inf)
 
 
 class TreeNode(NamedTuple):
-    """A node of one tree, on the host."""
+    """A node of a tree, on the host."""
 
     parent: int
     token_id: int
@@ -174,7 +174,7 @@ new ones.
 
 
 class _Level(NamedTuple):
-    """Nodes of one depth. Tensors are [B, n]."""
+    """Nodes of a depth. Tensors are [B, n]."""
 
     token_ids: Tensor
     indices: Tensor
@@ -396,7 +396,7 @@ class Drafter:
     1. `admit`, then `prefill` for each chunk of the prompt;
     2. `select`, `read`, `read_selected` and `absorb` for the first root;
     3. in each step `propose`, `read`, if a retrieval is due `select` and `read_selected`, `absorb`;
-    4. in a pause `glance` and `read`, and one `absorb` for all of it afterwards;
+    4. in a pause `glance` and `read`, and `absorb` for all of it afterwards;
     5. `release`.
     """
 
