@@ -2,11 +2,10 @@
 
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 
 from specextend.core import ReadOnly, Values, did_you_mean
 from specextend.data.answers import answer_fields, free_fields
+from specextend.data.database import Database
 from specextend.data.parquet import is_id, is_text, plain_text, read_stream, stream
 from specextend.data.quality import token_f1
 from specextend.data.results import damaged_results, result_files
@@ -34,20 +34,55 @@ _MIDNIGHT = re.compile(r" 00:00:00(?:\.0+)?(?:Z|[+-][0-9]{4})?\Z")
 _SAMPLES = 10_000
 
 
-class Judged(NamedTuple):
-    """A field of an answer, and the right answer."""
-
-    field: str
-    doc_id: str
-    gold: str
-    answer: str | None
-    confidence: float | None = None
-    """Mean log probability of a token, if the run has `output.confidence`."""
-
-    @property
-    def is_right(self) -> bool:
-        """Return True if both are equal, without case and outer space."""
-        return self.gold == self.answer
+_JUDGED = """
+    CREATE TABLE {} (
+        field TEXT, doc_id TEXT, gold TEXT, answer TEXT, is_label BOOL, f1 DOUBLE,
+        confidence DOUBLE,
+        is_right BOOL AS (gold IS NOT DISTINCT FROM answer)
+    )
+"""
+"""Right answers and answers of a run. A confidence is the mean log probability of a token."""
+_ADD = "INSERT INTO {} SELECT * FROM given WHERE gold IS NOT NULL"
+_ACCURACY = """
+    SELECT field, count(*) AS rows, count(*) FILTER (is_right) AS num_right, avg(f1) AS f1
+    FROM judged GROUP BY field ORDER BY min(rowid)
+"""
+_PAIRS = f"""
+    CREATE TABLE pairs AS
+    SELECT field, gold, coalesce(answer, '{NONE}') AS answer, count(*) AS n, min(rowid) AS place
+    FROM judged WHERE is_label GROUP BY ALL
+"""
+_LABELS = """
+    SELECT label, sum(gold)::BIGINT AS gold, sum(answers)::BIGINT AS answers,
+        sum(hits) / nullif(sum(answers), 0) AS precision, sum(hits) / nullif(sum(gold), 0) AS recall
+    FROM (
+        SELECT gold AS label, n AS gold, 0 AS answers, if(gold = answer, n, 0) AS hits
+        FROM pairs WHERE field = $1
+        UNION ALL SELECT answer, 0, n, 0 FROM pairs WHERE field = $1
+    )
+    GROUP BY label ORDER BY label
+"""
+_CONFUSION = "SELECT gold, answer, n FROM pairs WHERE field = ? ORDER BY n DESC, place"
+_CALIBRATION = f"""
+    SELECT count(*) AS rows, avg(probability) AS probability, avg(is_right::INT) AS accuracy
+    FROM (
+        SELECT exp(confidence) AS probability, is_right, count(*) OVER () AS n,
+            least({MOST_GROUPS}, n // {LEAST_ROWS}) AS groups,
+            (row_number() OVER (ORDER BY confidence, rowid) - 1) * groups // n AS place
+        FROM judged WHERE field = ? AND confidence IS NOT NULL
+    )
+    WHERE groups > 1 GROUP BY place ORDER BY place
+"""
+"""Groups of equal size, the least certain first."""
+_COMPARED = """
+    SELECT field, count(*) AS rows,
+        [avg(here.is_right::INT), avg(there.is_right::INT)] AS accuracy,
+        list(doc_id ORDER BY here.rowid) FILTER (here.is_right AND NOT there.is_right)
+            AS right_only_here,
+        list(doc_id ORDER BY here.rowid) FILTER (there.is_right AND NOT here.is_right)
+            AS right_only_there
+    FROM here JOIN there USING (field, doc_id) GROUP BY field ORDER BY min(here.rowid)
+"""
 
 
 def check_gold(
@@ -70,92 +105,85 @@ def check_gold(
                 )
 
 
-def judged(output: Location, manifest: ReadOnly | None) -> Iterator[Judged]:
-    """Yield the fields of a finished run with a right answer."""
-    gold: Mapping[str, str] = (manifest["config"]["input"].get("gold") or {}) if manifest else {}
-    columns = text_columns(manifest["config"] if manifest else {})
-    sure = ["confidence"] if columns.has_confidence else []
-    names = ["doc_id", *dict.fromkeys([*gold, *gold.values()]), *sure]
+def _judge(database: Database, name: str, output: Location, manifest: ReadOnly | None) -> None:
+    """Create a table of the answers of a finished run that have a right answer."""
+    database.select(_JUDGED.format(name))
+    if manifest is None or not (gold := manifest["config"]["input"].get("gold")):
+        return
+    columns = text_columns(manifest["config"])
+    kinds = _fields(columns)
+    names = ["doc_id", *dict.fromkeys([*gold, *gold.values()])]
+    names += ["confidence"] if columns.has_confidence else []
 
     def read(parquet: pq.ParquetFile) -> Iterator[pa.Table]:
         return stream(parquet, names)
 
-    for file, is_answer in result_files(output) if gold else ():
+    for file, is_answer in result_files(output):
         for table in read_stream(file, read, damaged_results(file)) if is_answer else ():
-            ids = table["doc_id"].to_pylist()
             for field, column in gold.items():
-                spelled = (_spelled(table[name]) for name in (column, field))
-                confidences = _confidences(table, field, columns)
-                for doc_id, right, answer, sure in zip(ids, *spelled, confidences, strict=True):
-                    if right is not None:
-                        yield Judged(field, doc_id, right, answer, sure)
+                right, answers = _spelled(table[column]), _spelled(table[field])
+                kind, is_free = kinds[field]
+                is_label = not is_free and not pa.types.is_floating(kind)
+                scores = [
+                    token_f1(answer or "", known) if is_free and known is not None else None
+                    for known, answer in zip(right, answers, strict=True)
+                ]
+                given = {
+                    "field": pa.repeat(field, len(table)),
+                    "doc_id": table["doc_id"],
+                    "gold": pa.array(right, pa.string()),
+                    "answer": pa.array(answers, pa.string()),
+                    "is_label": pa.repeat(is_label, len(table)),
+                    "f1": pa.array(scores, pa.float64()),
+                    "confidence": _confidences(table, field, columns),
+                }
+                database.add(pa.table(given), _ADD.format(name))
 
 
-def _confidences(table: pa.Table, field: str, columns: TextColumns) -> list[float | None]:
-    """Return the confidence of each answer; None for a field of another task than the first."""
+def _confidences(table: pa.Table, field: str, columns: TextColumns) -> pa.ChunkedArray | pa.Array:
+    """Return the confidence of each answer; null for a field of another task than the first."""
     name = "whole" if field == columns.text and columns.answers is None else field
     if columns.has_confidence:
         entries = table["confidence"]
         if name in [each.name for each in entries.type]:
-            return pc.struct_field(entries, name).to_pylist()
-    return [None] * len(table)
+            return pc.struct_field(entries, name)
+    return pa.nulls(len(table), pa.float64())
 
 
 def gold_figures(output: Location, manifest: ReadOnly | None) -> Values:
     """Compute the accuracy of a run by field, as docs/planning-and-report.md describes."""
-    sure: defaultdict[str, list[tuple[float, bool]]] = defaultdict(list)
-    pairs: defaultdict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
-    scores = defaultdict[str, list[float]](list)
-    counts: defaultdict[str, Counter[bool]] = defaultdict(Counter)
-    kinds = _fields(text_columns(manifest["config"])) if manifest else {}
-    for each in judged(output, manifest):
-        kind, is_free = kinds[each.field]
-        counts[each.field][each.is_right] += 1
-        if each.confidence is not None:
-            sure[each.field].append((each.confidence, each.is_right))
-        if is_free:
-            scores[each.field].append(token_f1(each.answer or "", each.gold))
-        elif not pa.types.is_floating(kind):
-            pairs[each.field][each.gold, each.answer or NONE] += 1
-    return {
-        field: {
-            "rows": of.total(),
-            "right": of[True],
-            "accuracy": of[True] / of.total(),
-            "interval": wilson(of[True] / of.total(), of.total()),
-            "f1": sum(scores[field]) / of.total() if scores[field] else None,
-            **_of_labels(pairs[field]),
-            "calibration": calibration(sure[field]),
+    database = Database()
+    _judge(database, "judged", output, manifest)
+    database.select(_PAIRS)
+    found: Values = {}
+    for of in database.select(_ACCURACY):
+        field, rows, right = of["field"], of["rows"], of["num_right"]
+        labels = {row.pop("label"): row for row in database.select(_LABELS, field)}
+        has_labels = 0 < len(labels) <= MOST_LABELS
+        groups = [
+            group | {"interval": wilson(group["accuracy"], group["rows"])}
+            for group in database.select(_CALIBRATION, field)
+        ]
+        found[field] = {
+            "rows": rows,
+            "right": right,
+            "accuracy": right / rows,
+            "interval": wilson(right / rows, rows),
+            "f1": of["f1"],
+            "kappa": _kappa(labels, right / rows, rows) if has_labels else None,
+            "labels": labels if has_labels else {},
+            "confusion": [[*row.values()] for row in database.select(_CONFUSION, field)]
+            if has_labels
+            else [],
+            "calibration": groups,
         }
-        for field, of in counts.items()
-    }
+    return found
 
 
-def calibration(judged: Sequence[tuple[float, bool]]) -> list[Values]:
-    """Divide answers into groups of equal size by confidence, the least certain first.
-
-    Args:
-        judged: Log probability of a token, and True for a right answer.
-
-    Returns:
-        For each of at most MOST_GROUPS groups `rows`, `probability` (mean of a token), `accuracy`
-        and its `interval`; nothing for fewer than two groups of LEAST_ROWS.
-    """
-    num_groups = min(MOST_GROUPS, len(judged) // LEAST_ROWS)
-    if num_groups < 2:
-        return []
-    groups = []
-    for group in np.array_split(np.array(sorted(judged)), num_groups):
-        accuracy = float(group[:, 1].mean())
-        groups.append(
-            {
-                "rows": len(group),
-                "probability": float(np.exp(group[:, 0]).mean()),
-                "accuracy": accuracy,
-                "interval": wilson(accuracy, len(group)),
-            }
-        )
-    return groups
+def _kappa(labels: Mapping[str, ReadOnly], agreed: float, rows: int) -> float | None:
+    """Return Cohen's kappa of labels; None if all labels are equal."""
+    by_chance = sum(of["gold"] * of["answers"] for of in labels.values()) / rows**2
+    return ratio(agreed - by_chance, 1 - by_chance)
 
 
 def compare_gold(
@@ -167,42 +195,21 @@ def compare_gold(
         By field `rows`, `accuracy` as [here, there], `difference`, its bootstrap `interval`, `p` of
         McNemar's exact test, and ids in `right_only_here` and `right_only_there`.
     """
-    right = [
-        {(each.field, each.doc_id): each.is_right for each in judged(*side)}
-        for side in (here, there)
-    ]
-    common = defaultdict[str, list[str]](list)
-    for field, doc_id in right[0]:
-        if (field, doc_id) in right[1]:
-            common[field].append(doc_id)
+    database = Database()
+    _judge(database, "here", *here)
+    _judge(database, "there", *there)
     found: Values = {}
-    for field, ids in common.items():
-        ours, theirs = ([side[field, doc_id] for doc_id in ids] for side in right)
-        pairs = [*zip(ids, ours, theirs, strict=True)]
-        gained = [doc_id for doc_id, one, other in pairs if one and not other]
-        lost = [doc_id for doc_id, one, other in pairs if other and not one]
-        found[field] = {
-            "rows": len(ids),
-            "accuracy": [sum(ours) / len(ids), sum(theirs) / len(ids)],
-            "difference": (len(gained) - len(lost)) / len(ids),
-            "interval": bootstrap(len(gained), len(lost), len(ids)),
-            "p": mcnemar(len(gained), len(lost)),
-            "right_only_here": gained,
-            "right_only_there": lost,
+    for of in database.select(_COMPARED):
+        sides = {name: of.pop(name) or [] for name in ("right_only_here", "right_only_there")}
+        gained, lost = map(len, sides.values())
+        found[of.pop("field")] = {
+            **of,
+            "difference": (gained - lost) / of["rows"],
+            "interval": bootstrap(gained, lost, of["rows"]),
+            "p": mcnemar(gained, lost),
+            **sides,
         }
     return found
-
-
-def kappa(pairs: Mapping[tuple[str, str], int]) -> float | None:
-    """Return Cohen's kappa of counted pairs of labels; None if all labels are equal."""
-    rows = sum(pairs.values())
-    sides = [Counter[str](), Counter[str]()]
-    for pair, count in pairs.items():
-        for side, label in zip(sides, pair, strict=True):
-            side[label] += count
-    by_chance = sum(sides[0][label] * sides[1][label] for label in sides[0]) / rows**2
-    agreed = sum(count for (one, other), count in pairs.items() if one == other) / rows
-    return ratio(agreed - by_chance, 1 - by_chance)
 
 
 def mcnemar(gained: int, lost: int) -> float:
@@ -222,30 +229,6 @@ def bootstrap(gained: int, lost: int, rows: int) -> list[float]:
     drawn = np.random.default_rng(0).multinomial(rows, shares, _SAMPLES)
     low, high = np.percentile((drawn[:, 0] - drawn[:, 1]) / rows, [2.5, 97.5])
     return [float(low), float(high)]
-
-
-def _of_labels(pairs: Counter[tuple[str, str]]) -> Values:
-    golds = Counter[str]()
-    answers = Counter[str]()
-    for (gold, answer), count in pairs.items():
-        golds[gold] += count
-        answers[answer] += count
-    labels = sorted(golds | answers)
-    if not labels or len(labels) > MOST_LABELS:
-        return {"kappa": None, "labels": {}, "confusion": []}
-    return {
-        "kappa": kappa(pairs),
-        "labels": {
-            label: {
-                "gold": golds[label],
-                "answers": answers[label],
-                "precision": ratio(pairs[label, label], answers[label]),
-                "recall": ratio(pairs[label, label], golds[label]),
-            }
-            for label in labels
-        },
-        "confusion": [[*pair, count] for pair, count in pairs.most_common()],
-    }
 
 
 def _fields(columns: TextColumns) -> dict[str, tuple[pa.DataType, bool]]:

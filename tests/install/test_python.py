@@ -123,7 +123,7 @@ def test_the_cells_of_the_notebook_run(tmp_path):
     notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
     code_cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     cells = ["".join(cell["source"]) for cell in code_cells]
-    assert len(notebook["cells"]) == 13
+    assert len(notebook["cells"]) == 16
     assert [source for source, cell in zip(cells, code_cells, strict=True) if not cell["outputs"]] == []
     code = "\n".join(cells).replace('"smollm2"', '"tiny-random"')
     code = code.replace("few = {", 'few = {"input.id_column": None, ')  # the tiny pair names that of the demo

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from specextend.data.schema import text_columns
 from specextend.data.storage import resolve
-from specextend.report.gold import bootstrap, calibration, check_gold, gold_figures, kappa, mcnemar
+from specextend.report.gold import bootstrap, check_gold, gold_figures, mcnemar
 from specextend.report.intervals import wilson
 
 COUNTS = st.integers(0, 60)
@@ -27,27 +27,6 @@ COUNTS = st.integers(0, 60)
 def test_wilsons_interval_is_that_of_the_books(right, rows, low, high):
     """Newcombe (1998) has the last one."""
     assert wilson(right / rows, rows) == pytest.approx([low, high], abs=1e-4)
-
-
-def test_kappa_is_that_of_the_books():
-    """Cohen's own example of two raters, and raters who agree by chance alone."""
-    pairs = {("yes", "yes"): 20, ("yes", "no"): 5, ("no", "yes"): 10, ("no", "no"): 15}
-    assert kappa(pairs) == pytest.approx(0.4)
-    assert kappa(dict.fromkeys([(one, other) for one in "ab" for other in "ab"], 5)) == pytest.approx(0)
-    assert kappa({("a", "a"): 3}) is None
-
-
-def test_answers_are_grouped_by_confidence_and_the_least_certain_come_first():
-    """Each in one group, of equal sizes; too few for two groups say nothing."""
-    judged = [(-number / 10, number % 3 == 0) for number in range(47)]
-    groups = calibration(judged)
-    assert [group["rows"] for group in groups] == [12, 12, 12, 11]
-    assert [group["probability"] for group in groups] == sorted(group["probability"] for group in groups)
-    assert sum(group["rows"] * group["accuracy"] for group in groups) == pytest.approx(
-        sum(right for _, right in judged)
-    )
-    assert all(group["interval"][0] < group["accuracy"] < group["interval"][1] for group in groups)
-    assert calibration(judged[:19]) == []
 
 
 @given(COUNTS, COUNTS)
@@ -78,6 +57,53 @@ SCHEMA = json.dumps(
     }
 )
 DAY = datetime(2024, 1, 31)
+TYPES = {"n": "int64", "share": "float64", "said": "string", "closed": "bool"}
+
+
+def found_of(folder, field, answers, gold, confidences=None):
+    """What the report says of answers to a field."""
+    output = {"column": "answer", "schema": SCHEMA, "confidence": confidences is not None}
+    config = {"input": {"gold": {field: "known"}}, "output": output}
+    check_gold({field: "known"}, [pa.field("known", gold.type)], text_columns(config))
+    ids = [str(row) for row in range(len(answers))]
+    table = pa.table({"doc_id": ids, field: pa.array(answers, TYPES[field]), "known": gold})
+    if confidences is not None:
+        table = table.append_column("confidence", pa.array([{field: each} for each in confidences]))
+    (folder / "summaries").mkdir()
+    pq.write_table(table, folder / "summaries" / "part-00000.parquet")
+    return gold_figures(resolve(str(folder)), {"config": config}).get(field)
+
+
+AGREED = {(True, True): 20, (True, False): 5, (False, True): 10, (False, False): 15}
+
+
+@pytest.mark.parametrize(
+    "pairs, kappa",
+    [(AGREED, 0.4), (dict.fromkeys(AGREED, 5), 0), ({(True, True): 3}, None)],
+    ids=["of Cohen", "by chance alone", "one label"],
+)
+def test_kappa_is_that_of_the_books(tmp_path, pairs, kappa):
+    """Cohen's own example of two raters has its precision and recall, too."""
+    gold, answers = zip(*(pair for pair, count in pairs.items() for _ in range(count)), strict=True)
+    found = found_of(tmp_path, "closed", answers, pa.array(gold))
+    assert found["kappa"] == (None if kappa is None else pytest.approx(kappa))
+    if pairs is AGREED:
+        assert found["labels"]["true"] == {"gold": 25, "answers": 30, "precision": 20 / 30, "recall": 0.8}
+        assert found["confusion"][0] == ["true", "true", 20]
+
+
+def test_answers_are_grouped_by_confidence_and_the_least_certain_come_first(tmp_path):
+    """Each in one group, of equal sizes; too few for two groups say nothing."""
+    answers = [number % 3 == 0 for number in range(48)]
+    sure = [*(-number / 10 for number in range(47)), None]
+    found = found_of(tmp_path, "closed", answers, pa.array([True] * 48), sure)
+    groups = found["calibration"]
+    assert [group["rows"] for group in groups] == [12, 12, 12, 11]
+    assert [group["probability"] for group in groups] == sorted(group["probability"] for group in groups)
+    assert sum(group["rows"] * group["accuracy"] for group in groups) == pytest.approx(sum(answers[:47]))
+    assert all(group["interval"][0] < group["accuracy"] < group["interval"][1] for group in groups)
+    (tmp_path / "few").mkdir()
+    assert found_of(tmp_path / "few", "closed", answers[:19], pa.array([True] * 19), sure[:19])["calibration"] == []
 
 
 @pytest.mark.parametrize(
@@ -103,14 +129,8 @@ DAY = datetime(2024, 1, 31)
 )
 def test_an_answer_is_right_by_its_value_whatever_the_type_of_the_right_one(tmp_path, field, answer, gold, expected):
     """Right answers and rows."""
-    config = {"input": {"gold": {field: "known"}}, "output": {"column": "answer", "schema": SCHEMA}}
-    types = {"n": "int64", "share": "float64", "said": "string", "closed": "bool"}
-    check_gold({field: "known"}, [pa.field("known", gold.type)], text_columns(config))
-    (tmp_path / "summaries").mkdir()
-    table = pa.table({"doc_id": ["a"], field: pa.array([answer], types[field]), "known": gold})
-    pq.write_table(table, tmp_path / "summaries" / "part-00000.parquet")
-    found = gold_figures(resolve(str(tmp_path)), {"config": config})
-    assert found == {} if expected is None else (found[field]["right"], found[field]["rows"]) == expected
+    found = found_of(tmp_path, field, [answer], gold)
+    assert found is None if expected is None else (found["right"], found["rows"]) == expected
 
 
 @pytest.mark.parametrize("kind", [pa.binary(), pa.time32("s"), pa.duration("s"), pa.list_(pa.string())])
