@@ -7,7 +7,7 @@ Nothing is loaded from a network when it is read, and the search needs no server
 from sphinx.application import Sphinx
 
 project = "specextend"
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 include_patterns = [
     "*.md",
     "benchmarks/README.md",
