@@ -53,6 +53,8 @@ class Benchmark(BaseModel):
     """Cut the first `per_bucket` documents to this number of tokens, instead of using buckets."""
     probes: tuple[ProbeKind, ...] = ()
     """Replay documents with known answers to study the draft's view, without timing."""
+    verdicts: int = Field(default=0, ge=0)
+    """Sentences per summary for the target to judge, instead of timing documents."""
     together: int = Field(default=1, ge=1)
     """Documents per call. `decoding.max_batch_size` of a variant defaults to 1."""
     mixed: bool = False
@@ -78,9 +80,10 @@ class Benchmark(BaseModel):
             raise ValueError(
                 f"base {self.base!r} is none of the variants {', '.join(self.variants)}"
             )
-        if self.peers and (self.sampling or self.probes):
+        if self.peers and (self.sampling or self.probes or self.verdicts):
             raise ValueError(
-                f"{next(iter(self.peers))} decodes greedily only; leave out sampling and probes"
+                f"{next(iter(self.peers))} decodes greedily only; leave out sampling, probes and "
+                "verdicts"
             )
         for bucket in self.buckets:
             if bucket < 512 or (not self.probes and bucket & (bucket - 1)):

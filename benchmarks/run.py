@@ -19,6 +19,7 @@ from benchmarks.benchmark import Benchmark
 from benchmarks.documents import PromptGroup, choose_documents
 from benchmarks.needles import replay_probes
 from benchmarks.peers import PEERS, Output, Peer
+from benchmarks.verdicts import judge_summaries
 from specextend import Request, RunConfig, SamplingParams, load_engine
 from specextend.core import is_loop
 from specextend.decoding.device import device_name
@@ -63,6 +64,11 @@ def run(benchmark: Benchmark, say: Say, keep: Callable[[Result], None]) -> Resul
     result: Result = {**describe(benchmark, first), "rows": []}
     if benchmark.probes:
         for rows in replay_probes(benchmark, configs, say):
+            result["rows"] += rows
+            keep(result)
+        return result
+    if benchmark.verdicts:
+        for rows in judge_summaries(benchmark, configs, say):
             result["rows"] += rows
             keep(result)
         return result

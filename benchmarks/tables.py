@@ -67,6 +67,12 @@ MEASURES = {
     "from-tree": Measure(
         "share of needle tokens from a tree", lambda rows: rows["from_tree"], is_speed=False
     ),
+    "auc": Measure("area under the curve", lambda rows: rows["auc"], is_speed=False),
+    "cost": Measure(
+        "time for the sentences of a summary by that of its prompt",
+        lambda rows: rows["cost"],
+        is_speed=False,
+    ),
 }
 """Figures by name. An output of a single token has no decoding speed."""
 
@@ -143,7 +149,8 @@ def _rows(result: Result, by: str) -> pd.DataFrame:
         is_base = rows["variant"] == result["benchmark"]["base"]
         looping = rows["round"].isin(rows.loc[is_base & rows["loops"].eq(True), "round"])
         rows.loc[looping, "column"] += ", loops"
-    rows["weight"] = 1 if "in_view" not in rows else rows["num_documents"]
+    is_pooled = "in_view" in rows or "auc" in rows
+    rows["weight"] = rows["num_documents"] if is_pooled else 1
     return rows
 
 

@@ -47,9 +47,9 @@ from specextend.data.schema import decoded_columns
 from specextend.data.selection import select_rows
 from specextend.data.source import Source
 from specextend.data.storage import NUM_THREADS, Location, resolve
-from specextend.document_requests import Task
 from specextend.models.causal_lm import load_tokenizer
 from specextend.report import RunFigures, write_report
+from specextend.requests.tasks import Task
 from specextend.stats import DecodingStats
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,10 +18,10 @@ from specextend.data.fingerprint import check_one_task, differences, read_manife
 from specextend.data.inputs import DocumentError
 from specextend.data.rows import Row
 from specextend.data.storage import resolve
-from specextend.document_requests import DecodedRow, Summary
 from specextend.models.causal_lm import target_device
 from specextend.models.loading import load_engine, usable_bytes, with_batch_size
 from specextend.report.result_rows import find_rows
+from specextend.requests.rounds import DecodedRow, Summary
 from specextend.stats import DecodingStats, spread
 from specextend.summarizer import RowDecoder
 

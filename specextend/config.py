@@ -176,6 +176,11 @@ class RunConfig(BaseModel):
                 f"cache.recent must be at least {least} (tree.depth + 2), so that the draft sees "
                 f"the text it continues; got {self.cache.recent}"
             )
+        if self.output.verify and self.prompt.length_policy == "parts":
+            raise ValueError(
+                "output.verify asks about a document that was read whole, and prompt.length_policy "
+                "is parts: take another policy, or leave out output.verify"
+            )
         return self
 
     @property
@@ -215,6 +220,11 @@ class RunConfig(BaseModel):
         of_others = _fields(self) - _fields(found)
         gold = {name: column for name, column in self.input.gold.items() if name not in of_others}
         return found.model_copy(update={"input": replace(found.input, gold=gold)})
+
+    @property
+    def verifies(self) -> bool:
+        """Return True if a task has `output.verify`."""
+        return self.output.verify or any(keys["output"]["verify"] for keys in self.tasks.values())
 
     @property
     def most_new_tokens(self) -> int:
@@ -419,9 +429,12 @@ def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Val
 
 
 OF_TASKS = {
-    "prompt": {"instruction", "examples", "system", "length_policy"},
+    "prompt": {"instruction", "examples", "verification", "system", "length_policy"},
     "parts": {"tokens", "instruction", "merge_instruction"},
-    "output": {"column", "schema", "sources", "figures", "confidence", "rules"},
+    "output": {
+        *("column", "schema", "sources", "figures", "confidence", "verify", "verify_below"),
+        "rules",
+    },
     "decoding": {
         *("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stop_repetition"),
         *("repetition_penalty", "no_repeat_ngram_size"),

@@ -139,6 +139,17 @@ class Scored(NamedTuple):
     """Relative to the other values of the field."""
 
 
+class Questions(NamedTuple):
+    """Questions about the start of a prompt, each answered by one of two tokens."""
+
+    num_read: int
+    """Tokens of the prompt before each question."""
+    token_ids: list[list[int]]
+    """Tokens of each question, up to its answer."""
+    yes: int
+    no: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A prompt for the engine."""
@@ -159,6 +170,8 @@ class Request:
     """If given, the output consists of the likeliest text of each choice, in sequence."""
     closed: tuple[Choice, ...] = ()
     """Schema fields to score after decoding. Their texts are the plain values."""
+    questions: Callable[[str, list[int]], Questions] | None = None
+    """Function from text and tokens of the output to the questions of `Completion.verdicts`."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -186,6 +199,10 @@ class Completion:
     """Values of all choices and closed fields, in order."""
     log_probs: tuple[float, ...] = ()
     """Log probability of each token before temperature, penalties and grammar."""
+    verdicts: tuple[float | None, ...] = ()
+    """Probability of yes against no for each question; None for a question without room in the
+    cache rows of the output.
+    """
 
 
 def mended(value: Any, *, decodes: bool = False) -> Any:

@@ -17,27 +17,27 @@ from specextend.config import Configs, RunConfig
 from specextend.core import DocumentKey, ReadOnly, Request, Values, mended
 from specextend.data.answers import answer_columns, answer_fields
 from specextend.data.check import check_columns, check_names
-from specextend.data.confidence import CONFIDENCE, confidence_column, confidence_field
+from specextend.data.confidence import confidence_column, confidence_field
 from specextend.data.inputs import DocumentError, InputError, InputOptions, OutputOptions
 from specextend.data.pages import without_pages
 from specextend.data.parquet import plain_rows
 from specextend.data.prompts import Prompts
 from specextend.data.rows import Row, RowReader
 from specextend.data.rules import check_rules
-from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA, rows_table
+from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, SUMMARY_SCHEMA, rows_table
 from specextend.decoding.device import is_device_error
 from specextend.decoding.engine import BatchError
-from specextend.document_requests import (
+from specextend.models.loading import load_engine
+from specextend.requests.queue import in_order
+from specextend.requests.rounds import (
     DecodedRow,
     Summary,
     TimedOutcome,
     as_document_error,
     check_requests,
-    finished_row,
-    in_order,
     summarize,
 )
-from specextend.models.loading import load_engine
+from specextend.requests.tasks import finished_row
 
 
 class Summarizer:
@@ -285,13 +285,16 @@ def result_table(
         output: Names `summary` and the fields.
         has_pages: True if places name their pages.
     """
-    whole = rows_table(results, pa.schema([*BATCH_SCHEMA, ("confidence", CONFIDENCE)]))
+    optional = [COMMIT_SCHEMA.field(name) for name in ("confidence", "verdicts")]
+    whole = rows_table(results, pa.schema([*BATCH_SCHEMA, *optional]))
     table = whole.select(BATCH_SCHEMA.names)
     if not has_pages:
         table = table.cast(pa.schema(without_pages(table.schema)))
     if output.confidence:
         found = confidence_column(output.json_schema, whole["confidence"])
         table = table.append_column(confidence_field(output.json_schema), found)
+    if output.verify:
+        table = table.append_column(whole.schema.field("verdicts"), whole["verdicts"])
     answers = answer_columns(output.json_schema, table["summary"])
     named = table.rename_columns({"summary": output.column})
     fields = [

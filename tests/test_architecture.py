@@ -34,7 +34,7 @@ LAYERS = (
     "models/causal_lm data drafters",
     "proof",
     "config",
-    "models/pairing document_requests",
+    "models/pairing requests",
     "models/loading",
     "summarizer",
     "report",

@@ -46,11 +46,11 @@ from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, is_passing, path_below, resolve
 from specextend.decoding.grammar import Grammars
 from specextend.decoding.retrieval import scored_layers
-from specextend.document_requests import Task, check_requests, tasks_of
 from specextend.models.causal_lm import ModelFacts, load_tokenizer, target_device
 from specextend.models.loading import (
     GIB,
     cache_bytes,
+    check_verify,
     longest_request,
     rows_per_sequence,
     with_batch_size,
@@ -58,6 +58,8 @@ from specextend.models.loading import (
 from specextend.models.model_files import HubUnreachableError, resolve_revision, split_revision
 from specextend.models.pairing import check_pair, describe_asks, describe_features, pair_hashes
 from specextend.report.gold import check_gold
+from specextend.requests.rounds import check_requests
+from specextend.requests.tasks import Task, tasks_of
 
 Models = dict[str, dict[str, str | None]]
 """`target` and `draft` with the requested `model` and its Hub `commit`; `asks` of the target."""
@@ -199,6 +201,7 @@ def _that_read_again(tasks: list[Task]) -> Iterator[str]:
 def _check_task(task: Task, tokenizer: Any, facts: ModelFacts) -> None:
     try:
         _check_options(task.config, task.prompts)
+        check_verify(task.config, facts)
         if (schema := task.config.output.json_schema) is not None:
             Grammars(tokenizer, frozenset(facts.eos_token_ids), facts.vocab_size).begin(schema)
             _check_room_for_an_answer(task.config, tokenizer)

@@ -45,7 +45,7 @@ from specextend.data.run_folder import RELEASED
 from specextend.data.source import Source
 from specextend.data.storage import is_away
 from specextend.decoding.decoding_options import DECIDED_DOCUMENTS, LEAST_SPEEDUP
-from specextend.document_requests import failed_row
+from specextend.requests.tasks import failed_row
 from specextend.stats import DecodingStats
 
 LOOK_EVERY_S = 1.0

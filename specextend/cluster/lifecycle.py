@@ -74,9 +74,9 @@ from specextend.data.run_folder import (
 )
 from specextend.data.selection import write_selection
 from specextend.data.storage import exists, remove_temporary_files
-from specextend.document_requests import failed_row
 from specextend.models.loading import load_engine
 from specextend.report import RunFigures, write_report
+from specextend.requests.tasks import failed_row
 
 _REFUSED_ROWS = 4096
 """Error rows per commit, for rows rejected before decoding."""

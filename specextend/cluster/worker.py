@@ -32,19 +32,11 @@ from specextend.data.rows import Row
 from specextend.data.source import Source
 from specextend.decoding.device import device_name, is_device_error, peak_bytes
 from specextend.decoding.engine import BatchError, Engine
-from specextend.document_requests import (
-    DecodedRow,
-    Inbox,
-    Summary,
-    Task,
-    TimedOutcome,
-    answer,
-    as_document_error,
-    finished_row,
-    tasks_of,
-)
 from specextend.models.loading import GIB
 from specextend.models.pairing import check_files
+from specextend.requests.queue import Inbox
+from specextend.requests.rounds import DecodedRow, Summary, TimedOutcome, as_document_error
+from specextend.requests.tasks import Task, answer, finished_row, tasks_of
 from specextend.terminal import wrap_streams
 
 ENGINE_EXIT_CODE = 70

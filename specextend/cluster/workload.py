@@ -17,7 +17,6 @@ from specextend.core import Checkpoint, Values
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts, describe_cut
 from specextend.data.source import Source
-from specextend.document_requests import PartPrompts, Task
 from specextend.models.causal_lm import ModelFacts
 from specextend.models.loading import (
     GIB,
@@ -29,6 +28,8 @@ from specextend.models.loading import (
     usable_bytes,
     with_batch_size,
 )
+from specextend.requests.splitting import PartPrompts
+from specextend.requests.tasks import Task
 from specextend.stats import ratio
 
 SAMPLE_SIZE = 200

@@ -1,6 +1,4 @@
-"""Answers as data: the JSON Schema of `output.schema`, and the columns of what was written by
-it.
-"""
+"""Answers as data: the JSON Schema of `output.schema`, and columns from answers."""
 
 import json
 import re
@@ -29,26 +27,24 @@ _ARROW = {
     "integer": pa.int64(),
     "boolean": pa.bool_(),
 }
-"""Types of values that hold no others, by the names that JSON Schema has for them."""
+"""Column types of scalar values by their names in JSON Schema."""
 RULES = ("first", "union", "majority")
-"""How a field of a document's parts becomes one: see `merge_answers`."""
+"""Rules of `merge_answers`."""
 _NOTES = {"title", "description", "default", "examples", "merge", "type"}
-"""Keywords beside `enum` and the like that take no value out, `type` if all values have it."""
+"""Keywords that exclude no value of an `enum` (`type` if all values have it)."""
 _LIMITING = {
     "properties", "required", "additionalProperties", "items", "prefixItems", "minItems",
     "maxItems", "uniqueItems", "minLength", "maxLength", "pattern", "minimum", "maximum",
     "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "anyOf", "oneOf", "allOf",
     "patternProperties",
 }  # fmt: skip
-"""Keywords that a misspelt one is likely to stand for; all others are the library's to judge."""
+"""Keywords that are suggested for misspelt keywords."""
 _ALIKE = 0.85
 _LONG_TOKEN = 16
-"""Characters of a long token."""
+"""Characters of a long token, for the shortest answer."""
 _LIMITS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minimum", "maximum"))
 _EXACT = 1 << 53
-"""Largest integer up to which every program reads the same number, grammars among them; a range
-keeps a model from endless digits.
-"""
+"""Largest integer that every program reads exactly; a range also prevents endless digits."""
 _PASSED_OVER = {
     "nullable": 'write type: [TYPE, "null"]',
     "x-nullable": 'write type: [TYPE, "null"]',
@@ -61,18 +57,21 @@ _PASSED_OVER = {
     "formatExclusiveMinimum": "write pattern",
     "formatExclusiveMaximum": "write pattern",
 }
-"""Keywords of other dialects that would change a schema's meaning, but which no grammar heeds."""
+"""Keywords of other dialects, which grammars ignore, with replacements."""
 _DECIMAL = secrets.token_hex(8)
-"""Text around a number that no float holds, while JSON is written."""
+"""Mark around numbers that no float holds, while JSON is written."""
 
 
 def schema_of(given: str | ReadOnly) -> str:
-    """Return the JSON Schema that was given: as the name of a file, as a mapping of names to types,
-    or as its text.
+    """Return the JSON Schema for `output.schema`.
 
-    Objects get no other fields than the schema names, and integers a range that fits a column.
-    Raises ValueError, which names the field, for what is no schema, what no column can hold and
-    what cannot be decoded.
+    Objects are closed, and integers get a range that fits a column.
+
+    Args:
+        given: File name, mapping of names to types, or JSON text.
+
+    Raises:
+        ValueError: The schema is invalid, or a field (named) cannot be decoded or stored.
     """
     schema = _read(given) if isinstance(given, str) else dict(given)
     if not _is_object(schema):
@@ -119,10 +118,9 @@ def schema_of(given: str | ReadOnly) -> str:
 
 @lru_cache(maxsize=8)
 def choices_of(schema: str | None) -> tuple[Choice, ...]:
-    """Return what a schema leaves to choose if all values of all its fields are known, one at least
-    of several.
+    """Return the choices of a schema with known values only; () if anything must be written.
 
-    Their texts, one behind the other, are an answer; () if there is something to write.
+    The concatenated texts of the choices are an answer.
     """
     whole = {} if schema is None else json.loads(schema)
     fields = {name: _values(field, whole) for name, field in _properties(whole).items()}
@@ -141,7 +139,7 @@ def choices_of(schema: str | None) -> tuple[Choice, ...]:
 
 @lru_cache(maxsize=8)
 def closed_fields(schema: str) -> tuple[Choice, ...]:
-    """Return the fields of a schema whose values are known, with the JSON of each value."""
+    """Return the fields with known values, with the JSON of each value."""
     whole = json.loads(schema)
     fields = {name: _values(field, whole) for name, field in _properties(whole).items()}
     return tuple(
@@ -156,7 +154,7 @@ def _shown(values: Iterable[Any]) -> tuple[str, ...]:
 
 
 def _values(field: Any, whole: ReadOnly) -> list[Any]:
-    """Return all values of a field, each once; none if they are not known."""
+    """Return the distinct values of a field; [] if they are unknown."""
     others = {*field} - _NOTES if isinstance(field, Mapping) else set()
     match field:
         case {"$ref": str(place)}:
@@ -174,7 +172,7 @@ def _values(field: Any, whole: ReadOnly) -> list[Any]:
             values = [None]
         case _:
             return []
-    has_others = len(others) > 1  # than the one that names the values
+    has_others = len(others) > 1  # besides the keyword with the values
     if has_others or any(_kind(value) != field.get("type", _kind(value)) for value in values):
         return []
     return _each_once(values)
@@ -193,7 +191,7 @@ def _text(value: Any) -> str:
 
 
 def answer_fields(schema: str | None) -> list[pa.Field]:
-    """Return the fields of a schema as columns; none without one."""
+    """Return the fields of a schema as columns."""
     whole = {} if schema is None else json.loads(schema)
     return [
         pa.field(name, _arrow(name, field, whole)) for name, field in _properties(whole).items()
@@ -201,38 +199,30 @@ def answer_fields(schema: str | None) -> list[pa.Field]:
 
 
 def answer_columns(schema: str | None, texts: pa.ChunkedArray) -> list[pa.Array]:
-    """Return the columns of the answers in texts, in the order of `answer_fields`; null where a
-    text is no answer.
-    """
+    """Return columns in the order of `answer_fields`; null for texts that are no answers."""
     fields = answer_fields(schema)
     answers = [_parsed(text) or {} for text in texts.to_pylist()] if fields else []
     return [_column([answer.get(field.name) for answer in answers], field.type) for field in fields]
 
 
 def free_fields(schema: str, *kinds: str) -> frozenset[str]:
-    """Return the fields of a schema that hold any values of some types, those of inner objects as
-    `outer.inner`.
-    """
+    """Return the fields with free values of some types; inner fields are `outer.inner`."""
     whole = json.loads(schema)
     return frozenset(_free_fields("", whole, whole, kinds))
 
 
 def has_rules(schema: str | None) -> bool:
-    """Return True if a schema says how answers to parts of a document are merged, so that the model
-    need not.
-    """
+    """Return True if a schema has rules for merging the answers to parts."""
     return schema is not None and any(
         "merge" in field for field in _properties(json.loads(schema)).values()
     )
 
 
 def merge_answers(schema: str, texts: Sequence[str]) -> str:
-    """Merge the answers to the parts of a document, in their order, by the `merge` of each field;
-    return the JSON text.
+    """Merge the answers to the parts of a document into one JSON text.
 
-    `first` takes the first value that is neither null nor empty, as a field without a rule does;
-    `majority` the most frequent of those, the first of equals; `union` makes one list of all
-    values, each once.
+    `first` (the default) takes the first value that is neither null nor empty. `majority` takes the
+    most frequent such value. `union` makes a list of all distinct values.
     """
     answers = [read_json(text, parse_float=_number) for text in texts]
     merged = {}
@@ -250,9 +240,7 @@ def merge_answers(schema: str, texts: Sequence[str]) -> str:
 
 
 def shortest_answer(schema: str) -> str:
-    """Return a short answer that a schema allows, patterns and formats aside; hardly any takes
-    fewer tokens.
-    """
+    """Return a short answer to a schema, ignoring patterns and formats."""
     whole = json.loads(schema)
     return _text(_shortest(whole, whole))
 
@@ -282,9 +270,7 @@ def _shortest_of_kind(field: Any, whole: ReadOnly) -> Any:
 
 
 def _kinds(field: Any, whole: ReadOnly) -> list[Any]:
-    """Return the schemas of which a value of a field meets one; each has one type, and is no
-    reference.
-    """
+    """Return the alternatives of a field, with one type each and references resolved."""
     match field:
         case {"type": "object"} if _properties(field):
             return [field]
@@ -298,11 +284,7 @@ def _kinds(field: Any, whole: ReadOnly) -> list[Any]:
 
 
 def whole_answer(text: str) -> str | None:
-    """Return a text that was written by a schema, with U+FFFD for halves of surrogate pairs; None
-    if it was cut off.
-
-    A model may write a half as an escape, which is JSON, but which hardly a program reads.
-    """
+    """Return a complete answer, with U+FFFD for lone surrogates in escapes; None if incomplete."""
     if _parsed(text) is None:
         return None
     answer = read_json(text, parse_float=_number)
@@ -310,7 +292,7 @@ def whole_answer(text: str) -> str | None:
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
-    """Return values as a column; null for one that it cannot hold exactly."""
+    """Return values as a column; null for values that it cannot hold exactly."""
     try:
         return pa.array([_fitted(value, kind) for value in values], kind)
     except (ValueError, TypeError, OverflowError):
@@ -328,10 +310,7 @@ def _parsed(text: str | None) -> Values | None:
 
 
 def _number(digits: str) -> float | Decimal:
-    """Return a number that is no integer, as a float if that is written with the same digits.
-
-    Raises ValueError for one of which no computer knows the exponent.
-    """
+    """Return a float if it keeps all digits, or else a Decimal. Raises ValueError."""
     number = float(digits)
     try:
         exact = Decimal(digits)
@@ -341,9 +320,7 @@ def _number(digits: str) -> float | Decimal:
 
 
 def _fitted(value: Any, kind: pa.DataType) -> Any:
-    """Return a value with floats where a column has them. Raises ValueError if one has fewer
-    digits.
-    """
+    """Convert integers for float columns. Raises ValueError if digits would be lost."""
     if pa.types.is_list(kind) and isinstance(value, list):
         return [_fitted(each, kind.value_type) for each in value]
     if pa.types.is_struct(kind) and isinstance(value, dict):
@@ -357,7 +334,7 @@ def _fitted(value: Any, kind: pa.DataType) -> Any:
 
 
 def _read(given: str) -> Values:
-    """Read a schema from its text, or from the file of that name. Raises ValueError."""
+    """Read a schema from JSON text or a file. Raises ValueError."""
     is_text = given.startswith('{"')
     where = "output.schema" if is_text else f"output.schema {given}"
     try:
@@ -387,7 +364,7 @@ def _properties(schema: ReadOnly) -> ReadOnly:
 
 
 def _field(name: str, kind: Any) -> ReadOnly:
-    """Return the JSON Schema of a type in short. Raises ValueError."""
+    """Return the JSON Schema of a short type. Raises ValueError."""
     match kind:
         case {} if (_LIMITING | _NOTES | {"enum", "const", "$ref"}) & {*kind} or not any(
             isinstance(each, str | list) for each in kind.values()
@@ -418,7 +395,7 @@ def _words(kind: str) -> list[str]:
 
 
 def _bounded(schema: Any) -> Any:
-    """Return a schema whose objects have no unnamed fields, and whose integers fit a column."""
+    """Close the objects of a schema, and bound its integers."""
     if isinstance(schema, list):
         return [_bounded(each) for each in schema]
     if isinstance(schema, Decimal | int | float) and not _is_exact(schema):
@@ -442,9 +419,7 @@ def _is_exact(number: Decimal | int | float) -> bool:
 
 
 def _arrow(name: str, schema: Any, whole: ReadOnly, within: tuple[str, ...] = ()) -> pa.DataType:
-    """Return the type of a field's column. `within`: the references that led there. Raises
-    ValueError.
-    """
+    """Return the column type of a field, below references `within`. Raises ValueError."""
     match schema:
         case {"$ref": str(place)}:
             if place in within:
@@ -496,9 +471,7 @@ def _arrow(name: str, schema: Any, whole: ReadOnly, within: tuple[str, ...] = ()
 
 
 def _check_keywords(name: str, field: Any) -> None:
-    """Raise ValueError for a keyword that is likely misspelt, or that no grammar heeds, and for
-    limits that leave nothing.
-    """
+    """Raise ValueError for misspelt and ignored keywords, and for empty ranges."""
     if isinstance(field, list):
         for each in field:
             _check_keywords(name, each)
@@ -554,9 +527,7 @@ def _kind(value: Any) -> str:
 
 
 def _at(place: str, whole: ReadOnly) -> Any:
-    """Return the part of a schema to which a reference such as `#/$defs/date` points; None if there
-    is none.
-    """
+    """Return the target of a reference such as `#/$defs/date`; None if missing."""
     found: Any = whole
     for key in place.removeprefix("#").split("/")[1:]:
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -564,7 +535,7 @@ def _at(place: str, whole: ReadOnly) -> Any:
 
 
 def _check(what: str, schema: ReadOnly) -> None:
-    """Raise ValueError for a schema that the library cannot follow."""
+    """Raise ValueError for a schema that the library does not support."""
     from llguidance import LLMatcher
 
     is_wrong, said = LLMatcher.validate_grammar_with_warnings(

@@ -187,9 +187,14 @@ def check_names(options: InputOptions, output: OutputOptions) -> None:
     """Raise InputError if two result columns would have the same name."""
     fields = [field.name for field in answer_fields(output.json_schema)]
     passthrough = options.copied_columns
-    columns = TextColumns(output.column, output.json_schema, has_confidence=output.confidence)
+    columns = TextColumns(
+        output.column,
+        output.json_schema,
+        has_confidence=output.confidence,
+        has_verdicts=output.verify,
+    )
     ours = {field.name for field in summary_fields(columns)}
-    internal = {"summary", "tasks", "words", "confidence"} - ours
+    internal = {"summary", "tasks", "words", "confidence", "verdicts"} - ours
     taken = {*COMMIT_SCHEMA.names} - internal - {"summary"}
     in_lower_case = {name.lower() for name in (*taken, output.column)}
     clashes = {

@@ -1,4 +1,4 @@
-"""How sure the target was of what it wrote: means of its tokens' log probabilities, as verified."""
+"""Confidence: mean log probabilities of the target for its text."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,20 +14,20 @@ from specextend.data.quality import sentences_of
 CONFIDENCE = pa.list_(
     pa.struct([("field", pa.string()), ("log_prob", pa.float64()), ("text", pa.string())])
 )
-"""Fields of an answer, or `whole` and `least`, and the text of the latter: as commits have it."""
+"""Column of commits: fields of an answer, or `whole` and `least` with its sentence."""
 _OF_TEXT = pa.struct([("whole", "float64"), ("least", "float64"), ("least_sentence", "string")])
 
 
 def confidence_of(
     completion: Completion, answer: str, is_object: bool, decode: Callable[[list[int]], str]
 ) -> list[Values]:
-    """Return the entries of the column `confidence` for an output.
+    """Return the entries of the column `confidence`.
 
     Args:
-        completion: Output with log probabilities, or made of choices.
-        answer: Its text, without what the model thought.
-        is_object: True if it is an object of JSON, each field of which has an entry.
-        decode: Decodes the first tokens of an output, as its text was.
+        completion: Output with log probabilities, or with scored choices.
+        answer: Its text without reasoning.
+        is_object: Whether the answer is a JSON object with an entry per field.
+        decode: Decodes the first tokens of an output.
     """
     if completion.scored and not completion.log_probs:
         best: dict[str, float] = {}
@@ -56,13 +56,13 @@ def confidence_of(
 
 
 def confidence_field(schema: str | None) -> pa.Field:
-    """Return the column `confidence` of `summaries/`: a struct with the fields of a schema."""
+    """Return the column `confidence` of `summaries/`."""
     names = [field.name for field in answer_fields(schema)]
     return pa.field("confidence", pa.struct([(name, "float64") for name in names] or _OF_TEXT))
 
 
 def confidence_column(schema: str | None, entries: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return its values from entries as commits have them; null without any."""
+    """Return the column `confidence` from the entries in commits."""
     field = confidence_field(schema)
     values = []
     for each in entries.to_pylist():
@@ -73,7 +73,7 @@ def confidence_column(schema: str | None, entries: pa.ChunkedArray) -> pa.Chunke
 
 
 class _Ends:
-    """The characters at which the tokens of an output end."""
+    """End characters of the tokens of an output."""
 
     def __init__(self, token_ids: Sequence[int], decode: Callable[[list[int]], str]):
         self._token_ids = list(token_ids)
@@ -88,9 +88,7 @@ class _Ends:
         return self._known[number]
 
     def within(self, begin: int, end: int) -> range:
-        """Return the places of the tokens that write some of the characters from `begin` to
-        `end`.
-        """
+        """Return the indices of tokens that overlap characters `begin` to `end`."""
         if begin == end:
             return range(0)
         numbers = range(len(self._token_ids) + 1)
@@ -99,7 +97,7 @@ class _Ends:
 
 
 def _leaves(text: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield where the values inside of a value stand, strings without their quotes."""
+    """Yield the spans of inner values, without the quotes of strings."""
     if text[begin] in "{[":
         for _, first, last in json_values(text, begin):
             yield from _leaves(text, first, last)

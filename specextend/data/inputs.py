@@ -232,6 +232,14 @@ class OutputOptions:
     """Report how sure the target was (column `confidence`), per field, or for a text and its least
     certain sentence. Fields with fixed values beside other fields are scored (`choices`).
     """
+    verify: bool = False
+    """Ask the target whether the document supports each sentence of a text, or each string of an
+    answer (column `verdicts`). The question is `prompt.verification`.
+    """
+    verify_below: float | None = None
+    """Flag texts `unsupported` if a verdict has a lower probability. Unset, no text is flagged; the
+    report shows the tenth percentile of a run.
+    """
     rules: dict[str, str] = field(default_factory=dict)
     """SQL conditions by name, such as `{short: "length(summary) < 900"}`, over the answer's
     columns, `quality_flags` and `input.passthrough`. Texts that fail get the flag `rule:NAME`.
@@ -244,6 +252,10 @@ class OutputOptions:
                     f"output.rules: name {name!r} with letters, digits, - and _: it is a flag"
                 )
             filter_columns(condition, f"output.rules.{name}")
+        if self.verify_below is not None and not (self.verify and 0 < self.verify_below <= 1):
+            raise ValueError(
+                "output.verify_below must be above 0 and at most 1, with output.verify: true"
+            )
         if self.schema is not None:
             object.__setattr__(self, "schema", schema_of(self.schema))
         if not self.column:
@@ -264,9 +276,14 @@ class OutputOptions:
         return None if self.schema is None else str(self.schema)
 
     @property
+    def free_fields(self) -> frozenset[str] | None:
+        """Fields with free strings; None for a text."""
+        return free_fields(str(self.schema), "string") if self.schema else None
+
+    @property
     def evidence_for(self) -> frozenset[str] | None:
         """Fields to find in the document; None if not wanted."""
-        return free_fields(str(self.schema), "string") if self.sources and self.schema else None
+        return self.free_fields if self.sources else None
 
     @property
     def figures_for(self) -> frozenset[str] | None:

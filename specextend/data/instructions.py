@@ -1,4 +1,4 @@
-"""Instructions: templates over the columns of a row, with a place for its document."""
+"""Instructions: templates with columns of a row and a place for its document."""
 
 import re
 import secrets
@@ -14,16 +14,14 @@ from specextend.core import ReadOnly, first_line, mended, printable
 from specextend.data.inputs import DocumentError
 
 Around = tuple[str, str]
-"""The text of a user message before and behind the document."""
+"""Text of a user message before and after the document."""
 DOCUMENT = "document"
 PLACE = f"{{{{ {DOCUMENT} }}}}"
-"""Stands for the document in an instruction; any other name is a column."""
+"""Place of the document in an instruction."""
 
 
 class _Method:
-    """A method of a value: it can be called, but is neither text nor true or false nor equal to
-    anything.
-    """
+    """Method of a value, which can only be called."""
 
     def __init__(self, method: Callable[..., Any]):
         self._method = method
@@ -41,9 +39,10 @@ class _Method:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Fields of a struct come before its methods, and fields of a struct that is null are null.
+    """Jinja environment for values of rows.
 
-    What differs from one machine or day to the next cannot be asked.
+    Struct fields hide methods, and fields of null are null. Methods that depend on the clock or the
+    machine are refused.
     """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -65,18 +64,14 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _written(value: Any) -> Any:
-    """Return a value as a template writes it: null is nothing. Raises TypeError for a macro, a loop
-    or a method.
-    """
+    """Return a value for output, with null as empty text. Raises TypeError for callables."""
     if callable(value) and not isinstance(value, Undefined):
         raise TypeError(f"a {type(value).__name__.strip('_').lower()} is no text")
     return "" if value is None else value
 
 
 def _listed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that gives a list where it gave an iterator, whose text is a place in
-    memory.
-    """
+    """Wrap a filter to return lists: the text of an iterator is a memory address."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -87,36 +82,42 @@ def _listed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _SENTINEL = f"\u2063{secrets.token_hex(16)}\u2063"
-"""Stands for the document while a template is rendered. Nobody who writes data can know it."""
+"""Stand-in for the document while a template is rendered, unknown to authors of data."""
 _ENVIRONMENT = _Environment(
     undefined=StrictUndefined, keep_trailing_newline=True, finalize=_written
 )
-_ENVIRONMENT.globals.clear()  # a name is a column, even if jinja has something of that name
+_ENVIRONMENT.globals.clear()  # every name is a column
 del _ENVIRONMENT.filters["random"]
 _ENVIRONMENT.filters |= {name: _listed(each) for name, each in _ENVIRONMENT.filters.items()}
 _HERE_AND_NOW = ("now", "today", "utcnow", "astimezone", "timestamp", "fromtimestamp")
-"""Methods of times that ask the clock or the zone of the machine."""
+"""Methods of times that depend on the clock or time zone."""
 _WORDS = ("self", "none", "true", "false")
-"""What a template cannot read of a row: jinja takes these names for its own."""
+"""Names that jinja reserves."""
 _AROUND_DOCUMENT = (nodes.Output, nodes.If, nodes.For, nodes.With)
-"""What `{{ document }}` may stand in: none of them looks at what is written."""
+"""Nodes that may contain `{{ document }}`, because they do not inspect their output."""
 _PLACES = re.compile(r"\{\{\s*document\s*\}\}")
 _ASKS = ("default", "d", "defined", "undefined")
-"""Filters and tests of jinja2 for what may not be there."""
+"""Filters and tests for optional values."""
 _SINGLE_BRACES = re.compile(r"(?<!\{)\{\s*(\w+)\s*\}(?!\})")
 
 
 class Instruction:
-    """A user message as a sandboxed jinja2 template: `{{ document }}`, and any other name for a
-    column of the row.
+    """User message as a sandboxed jinja2 template.
 
-    A message without `{{ document }}` has the document behind it, after a blank line. Raises
-    ValueError, which begins with `key`, for what is no template, for a name in single braces, which
-    would be read as text, and for the document in an expression, which would see what stands for
-    it.
+    `{{ document }}` is the document, and any other name a column of the row. A message without
+    `{{ document }}` ends with a blank line and the document.
+
+    Args:
+        key: Configuration key, for error messages.
+        source: Template.
+        place: Name of the document in the template.
+
+    Raises:
+        ValueError: The template is invalid, has a name in single braces, or uses the document in an
+            expression, which would see a stand-in.
     """
 
-    def __init__(self, key: str, source: str):
+    def __init__(self, key: str, source: str, place: str = DOCUMENT):
         if wrong := _SINGLE_BRACES.search(source):
             raise ValueError(
                 f"{key} has {wrong[0]}, which would be read as text; write {{{{ {wrong[1]} }}}}, "
@@ -130,12 +131,13 @@ class Instruction:
             raise ValueError(
                 f"{key} is not a template: {first_line(error)} (line {error.lineno})"
             ) from None
-        _check_names(key, tree)
-        self._made_of = key, source
-        self.columns = tuple(sorted(names - {DOCUMENT}))
-        """The columns that it names."""
+        _check_names(key, tree, place)
+        self._made_of = key, source, place
+        self._place = place
+        self.columns = tuple(sorted(names - {place}))
+        """Columns in the template."""
         self.fields = tuple(path for path in _paths(tree) if path[0] in self.columns)
-        """What it reads of structs: a column, and the names of fields below it."""
+        """Paths of struct fields, each with its column first."""
         if not self.columns:
             try:
                 self.around({})
@@ -146,15 +148,18 @@ class Instruction:
         return Instruction, self._made_of
 
     def around(self, values: ReadOnly) -> Around:
-        """Return the text before and behind the document. values: of a row's `columns`; null is an
-        empty string.
+        """Return the text before and after the document.
 
-        Raises DocumentError (`BadInstruction`, stage `prompt`) if they do not go into the template,
-        or if it comes to more than one place for the document.
+        Args:
+            values: Values of `columns`.
+
+        Raises:
+            DocumentError: `BadInstruction`, if the values do not fit the template, or the result
+                has several places for the document.
         """
         row = mended(values, decodes=True)
         try:
-            text = self._template.render(row, **{DOCUMENT: _SENTINEL})
+            text = self._template.render(row, **{self._place: _SENTINEL})
         except (
             TemplateError,
             ArithmeticError,
@@ -167,11 +172,10 @@ class Instruction:
         return _split(text)
 
 
-def _check_names(key: str, node: nodes.Node, *, sees: bool = False) -> None:
-    """Raise ValueError for a word of jinja's in the place of a column, and for a document that is
-    not just written.
+def _check_names(key: str, node: nodes.Node, place: str, *, sees: bool = False) -> None:
+    """Raise ValueError for a reserved name, or for an expression with the document `place`.
 
-    sees: the node stands in something that looks at what is written in it.
+    sees: Whether an outer node inspects its output.
     """
     for child in node.iter_child_nodes():
         is_written = isinstance(node, nodes.Output)
@@ -182,18 +186,16 @@ def _check_names(key: str, node: nodes.Node, *, sees: bool = False) -> None:
             raise ValueError(
                 f"{key} writes {name}, which is a word of jinja's and no column: rename the column"
             )
-        if name == DOCUMENT and (sees or not is_written):
+        if name == place and (sees or not is_written):
             raise ValueError(
-                f"{key} uses {DOCUMENT} in an expression, which would not see its text: write "
-                f"{PLACE} alone, outside of filters, conditions and macros"
+                f"{key} uses {place} in an expression, which would not see its text: write "
+                f"{{{{ {place} }}}} alone, outside of filters, conditions and macros"
             )
-        _check_names(key, child, sees=sees or not isinstance(child, _AROUND_DOCUMENT))
+        _check_names(key, child, place, sees=sees or not isinstance(child, _AROUND_DOCUMENT))
 
 
 def _paths(tree: nodes.Template) -> Iterator[tuple[str, ...]]:
-    """Yield the fields that a template reads, but not those that it asks for, because they may not
-    be there.
-    """
+    """Yield the struct fields in a template, without optional fields."""
     asked = [each.node for each in tree.find_all((nodes.Filter, nodes.Test)) if each.name in _ASKS]
     for node in tree.find_all((nodes.Getattr, nodes.Getitem)):
         if node not in asked and (path := _path(node)):
@@ -201,7 +203,7 @@ def _paths(tree: nodes.Template) -> Iterator[tuple[str, ...]]:
 
 
 def _path(node: nodes.Node) -> tuple[str, ...]:
-    """Return the names in `a.b` or `a["b"]`; none for any other expression."""
+    """Return the names in `a.b` or `a["b"]`; () for other expressions."""
     match node:
         case nodes.Name(name=name):
             return (name,)
@@ -215,10 +217,12 @@ def _path(node: nodes.Node) -> tuple[str, ...]:
 
 
 def around_document(instruction: str) -> Around:
-    """Return the text before and behind the document of an instruction that is data: no template,
-    only its place.
+    """Return the text before and after the document of an instruction from a row.
 
-    Raises DocumentError (`BadInstruction`) for more than one place.
+    The instruction is data, not a template, and only the place of the document is replaced.
+
+    Raises:
+        DocumentError: `BadInstruction`, for several places.
     """
     return _split(_PLACES.sub(_SENTINEL, instruction))
 

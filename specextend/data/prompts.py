@@ -1,6 +1,4 @@
-"""Prompts: their options, the template around a document, and the length policy for documents that
-do not fit.
-"""
+"""Prompts: options, chat template and length policy. Begin at `Prompts`."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import json
 import re
 import secrets
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from itertools import islice
+from os.path import commonprefix
 from typing import Any, Literal
 
 import numpy as np
@@ -23,28 +23,22 @@ from jinja2 import Undefined, meta, nodes
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from specextend.core import Values, counted, did_you_mean, first_line, mended
+from specextend.core import Questions, Values, counted, did_you_mean, first_line, mended
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import PLACE, Around, Instruction, around_document
 
 LengthPolicy = Literal["error", "head", "tail", "middle", "parts"]
 PIECE_CHARACTERS = 1 << 18
-"""Length of the pieces in which a long document is tokenized; a call takes about a hundred bytes
-per character.
-"""
+"""Length of the tokenized pieces of a long document. A call takes about 100 bytes per character."""
 _LEAST_PIECES = 4
-"""A document that is no longer than so many pieces is tokenized in one call."""
+"""Pieces up to which a document is tokenized in one call."""
 _WINDOW = 2048
-"""Characters on either side of a cut that are tokenized with and without it, to see that it changes
-nothing.
-"""
+"""Characters on both sides of a cut that are tokenized to check it."""
 _MOST_TRIES = 64
-"""Most places that are tried for a cut."""
+"""Most places to try for a cut."""
 
 TEMPLATE_S = 10.0
-"""Seconds that a chat template may take, which needs milliseconds; one made to never end is given
-up.
-"""
+"""Time limit of a chat template, in seconds; usual templates need milliseconds."""
 
 THINKING = (
     ("<think>", "</think>"),
@@ -54,42 +48,38 @@ THINKING = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
 )
-"""What models that think write around it; a template may write the first for them, or both, to have
-none.
-"""
+"""Markers around reasoning. A template may write the first, or both to suppress reasoning."""
 CLOCK = "strftime_now"
-"""What chat templates ask for the time; `prompt.template_options` may say which time they are
-told.
-"""
+"""Function for the time in chat templates, and key for a fixed time in `template_options`."""
 _PLAIN = (
     "{% for each in messages %}{{ ' ' if each.role == 'assistant' else '' }}{{ each.content }}"
     "{{ '\n\nSummary:' if each.role == 'user' else '\n\n' }}{% endfor %}"
 )
-"""The chat template of a model that brings none."""
+"""Chat template for models without a template."""
 _CHANCE = re.compile(r"\| *random\b|\blipsum\(|<[\w ,.'<>-]+ at 0x[0-9a-f]{6,}>")
-"""What a chat template must not ask of jinja2, nor write."""
+"""Random filters and memory addresses, which chat templates must not contain."""
 _PROBE = "\u20630" * 50_000
-"""A long document that looks like no text, to see what a chat template does with one."""
+"""Long artificial document for the check of a chat template."""
 _MARKS = range(0xE000, 0xF8FF)
-"""Characters for private use, of which each message has another one when a template is checked."""
+"""Private-use characters, each for one message in the check of a template."""
 _STAND_INS = range(0xF0000, 0xFFFFE)
-"""Characters for private use. Some that a document lacks stand for the first ones of control tokens
-in its text.
-"""
+"""Private-use characters that replace the first characters of control tokens in documents."""
+_JOINT = 256
+"""Characters at the end of a document by which the tokens after it are found."""
+ANSWERS = ("Yes", "No")
+"""Answers to the question about a sentence."""
 _ANCHOR = "\n"
-"""Text that a piece is tokenized behind, because tokenizers may treat the start of a text
-specially.
-"""
+"""Text before a piece, because tokenizers may treat the start of a text specially."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A turn that shows what is wanted: the user message with its document, and the answer."""
+    """Example turn: a user message with a document, and the right answer."""
 
     user: str
-    """The message, with its document in it."""
+    """Message with its document."""
     assistant: str
-    """What the model should have answered."""
+    """Right answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +93,9 @@ class PromptOptions:
     """Turns before the user message that show what is wanted: a list of `user` and `assistant`."""
     template_options: Values = field(default_factory=dict)
     """Variables for the model's chat template, such as `enable_thinking: false`."""
+    verification: str = "Does the document support this sentence? Answer Yes or No."
+    """The question of `output.verify`, answered Yes or No: `{{ sentence }}` is the sentence,
+    appended if it is not there. The question takes the place of what follows the document."""
     system: str = ""
     """The system message; empty sends none."""
     length_policy: LengthPolicy = "middle"
@@ -117,6 +110,20 @@ class PromptOptions:
                 f"prompt.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}"
             )
         _ = self.template
+        _ = self.question
+
+    @property
+    def question(self) -> Around:
+        """Return the text before and after the sentence in `verification`. Raises ValueError if it
+        is no template.
+        """
+        template = Instruction("prompt.verification", self.verification, "sentence")
+        if template.columns:
+            raise ValueError(
+                f"prompt.verification names {template.columns[0]}; it takes {{{{ sentence }}}} "
+                "alone, and no columns"
+            )
+        return template.around({})
 
     @property
     def template(self) -> Instruction:
@@ -154,12 +161,12 @@ class PartOptions:
 
 
 def describe_cut(num_cut: int, num_documents: int, unread: float) -> list[str]:
-    """Describe in a line how much of the documents a length policy cuts; none if nothing.
+    """Describe in a line the documents that a length policy cuts; [] if it cuts none.
 
     Args:
-        num_cut: Documents that are cut.
-        num_documents: All documents.
-        unread: Share of all their tokens that is not read.
+        num_cut: Number of documents that are cut.
+        num_documents: Number of all documents.
+        unread: Unread fraction of all tokens.
     """
     if not num_cut:
         return []
@@ -171,30 +178,33 @@ def describe_cut(num_cut: int, num_documents: int, unread: float) -> list[str]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered prompt."""
+    """Rendered prompt."""
 
     token_ids: list[int]
     num_dropped_tokens: int
-    """Tokens of the document that were left out."""
+    """Document tokens that were dropped."""
     length_policy: LengthPolicy
     coverage: float = field(default=1.0, compare=False)
-    """Share of the document's tokens that it holds."""
+    """Fraction of the document's tokens in the prompt."""
     left_out: range = field(default=range(0), compare=False)
-    """Characters of the document that it does not hold."""
+    """Dropped characters of the document."""
 
 
 class PromptTooLongError(DocumentError):
-    """A document that does not fit and must not be cut: an error row, or the reason to split it
-    into parts.
-    """
+    """Document that does not fit under the policies `error` and `parts`."""
 
 
 class Prompts:
-    """Renders documents for one tokenizer.
+    """Renderer of documents for one tokenizer.
 
-    tokenizer: a transformers fast tokenizer. limit: tokens that prompt and new tokens may take
-    together (`Engine.max_tokens`). parts: for the length policy `parts`. Raises ValueError for a
-    template that cannot take the options.
+    Args:
+        tokenizer: Fast tokenizer of transformers.
+        options: Options of the prompt.
+        limit: Most tokens of prompt and output (`Engine.max_tokens`).
+        parts: Options of the length policy `parts`.
+
+    Raises:
+        ValueError: The chat template cannot render the options.
     """
 
     def __init__(
@@ -219,9 +229,7 @@ class Prompts:
         self._look()
 
     def _look(self) -> None:
-        """Render a prompt, to see what is written around a document. Raises ValueError for a bad
-        template.
-        """
+        """Check the template with a test prompt. Raises ValueError."""
         options = self.options
         template = self.options.template
         self._around = (
@@ -242,21 +250,24 @@ class Prompts:
         self.begins_thinking = rendered.rstrip().endswith(
             tuple(self._names.get(begin, begin) for begin, _ in THINKING)
         )
-        """True if a prompt ends where the model is to think, so that it cannot begin with its
-        answer.
-        """
+        """Whether prompts end with the start of reasoning."""
         self.num_template_tokens = self._measure(None)
-        """Tokens of a prompt that are not the document's."""
+        """Tokens of a prompt without its document."""
 
     def render(self, text: str, max_new_tokens: int, instruction: Around | None = None) -> Prompt:
-        """Render a prompt as token ids, those that transformers would make of it, with the length
-        policy applied.
+        """Render a document with the length policy, to the tokens of transformers.
 
-        instruction: of the document, in the place of the run's. Raises DocumentError
-        (`PromptTooLong`, stage `prompt`) if the template alone does not fit, and
-        PromptTooLongError, which is one, under the policies `error` and `parts`. Control tokens
-        written in the document or in its own instruction remain text. Of a document that is cut,
-        the template sees what is left.
+        Control tokens in the document or its instruction stay text. The template sees a document
+        after cuts.
+
+        Args:
+            text: Document.
+            max_new_tokens: Output limit of the document.
+            instruction: Instruction of the document; None for the instruction of the task.
+
+        Raises:
+            PromptTooLongError: The document does not fit under `error` or `parts`.
+            DocumentError: `PromptTooLong`, if there is no room for a document.
         """
         policy = self.options.length_policy
         limit = self._limit(max_new_tokens)
@@ -279,17 +290,45 @@ class Prompts:
             room = min(room - 1, room * limit // size)
         raise _no_room(limit, max_new_tokens, limit)
 
+    def questions(
+        self, prompt: Prompt, text: str, instruction: Around | None, asked: Sequence[str]
+    ) -> Questions:
+        """Render questions in place of the text after a document.
+
+        Args:
+            prompt: Prompt from `render`.
+            text: Document.
+            instruction: Instruction of the document, as for `render`.
+            asked: Questions.
+
+        Returns:
+            Questions for the engine; empty if the end of the prompt depends on the whole document.
+        """
+        end = (text[: prompt.left_out.start] + text[prompt.left_out.stop :])[-_JOINT:]
+        whole = self._encode(end, instruction, sys.maxsize)[0]
+        others = [self._encode(end, instruction, sys.maxsize, each)[0] for each in asked]
+        shared = len(commonprefix([whole, *others]))  # noqa: RUF071  of lists it compares item by item
+        num_read = len(prompt.token_ids) - len(whole) + shared
+        is_end = num_read > 0 and prompt.token_ids[num_read:] == whole[shared:]
+        yes, no = self._tokenizer([*ANSWERS], add_special_tokens=False)["input_ids"]
+        begin = len(commonprefix([yes, no]))  # noqa: RUF071
+        token_ids = [[*each[shared:], *yes[:begin]] for each in others if is_end]
+        return Questions(num_read, token_ids, yes[begin], no[begin])
+
     @property
     def opening(self) -> tuple[str, tuple[Example, ...], str]:
-        """Return what stands before the document."""
+        """Return everything before the document."""
         return self.options.system, self.options.examples, self._around[0]
 
     def told_apart(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str, str | None]:
-        """Return the answer in a model's output, and what it wrote before while it thought; None if
-        it does not think.
+        """Divide an output into answer and reasoning.
 
-        Output that ends within the thinking has an empty answer. token_ids: of the output, in which
-        markers are found that are special tokens and so no text.
+        Args:
+            text: Output.
+            token_ids: Tokens of the output, to find markers that are special tokens.
+
+        Returns:
+            Answer (empty if the output ends within the reasoning), and reasoning (None without it).
         """
         if self._thinking is None:
             return text, None
@@ -308,24 +347,28 @@ class Prompts:
         return answer.lstrip(), thought.strip().removeprefix(begin).strip()
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the first tokens of an output, as the engine writes it."""
+        """Decode the first tokens of an output like the engine."""
         text: str = self._tokenizer.decode(
             token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
 
     def with_instruction(self, instruction: str) -> Prompts:
-        """Return prompts with another instruction, for the same tokenizer and limit."""
+        """Return prompts with another instruction."""
         other = copy.copy(self)
         other.options = replace(self.options, instruction=instruction)
         other._look()
         return other
 
     def room(self, max_new_tokens: int, instruction: Around | None = None) -> int:
-        """Return the number of a document's tokens that fit. Raises DocumentError (`PromptTooLong`)
-        if none do.
+        """Return the number of document tokens that fit.
 
-        instruction: of the document, as for `render`.
+        Args:
+            max_new_tokens: Output limit of the document.
+            instruction: Instruction of the document, as for `render`.
+
+        Raises:
+            DocumentError: `PromptTooLong`, if there is no room.
         """
         num_template = (
             self.num_template_tokens if instruction is None else self._measure(instruction)
@@ -336,13 +379,13 @@ class Prompts:
         return limit - num_template
 
     def encode_document(self, text: str) -> list[int]:
-        """Tokenize a document; none of its tokens is a control token, whatever the text says."""
+        """Tokenize a document without control tokens."""
         text = mended(text)
         token_ids: list[int] = self._own.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return token_ids
 
     def token_starts(self, text: str) -> NDArray[np.int64]:
-        """Return the character at which each token of a document starts [N]."""
+        """Return the first character of each token of a document [N]."""
         text = mended(text)
         starts = [np.zeros(0, np.int64)]
         for begin, end in self._pieces(text):
@@ -356,18 +399,16 @@ class Prompts:
         return np.concatenate(starts)
 
     def encode_pieces(self, text: str) -> Iterator[list[int]]:
-        """Tokenize a document, in one piece if it is not longer than four; yield the tokens of each
-        piece.
+        """Tokenize a document piece by piece; up to the length of four pieces in one call.
 
-        Together they are the tokens of the whole text if no token depends on text more than 2,048
-        characters away. In a text without any such place to cut (one endless word), tokens beside a
-        cut may differ.
+        The pieces have the tokens of the whole text if no token depends on text more than 2,048
+        characters away. In an endless word, tokens beside a cut may differ.
         """
         for begin, end in self._pieces(text):
             yield self._encode_piece(text[begin:end], is_first=begin == 0)
 
     def _pieces(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yield the first character and the one behind the last of each piece of a document."""
+        """Yield the character ranges of pieces."""
         size = PIECE_CHARACTERS if len(text) > _LEAST_PIECES * PIECE_CHARACTERS else len(text)
         begin = 0
         while len(text) - begin > size:
@@ -377,9 +418,7 @@ class Prompts:
         yield begin, len(text)
 
     def _cut(self, text: str, end: int) -> int:
-        """Find the last place up to `end` where a cut changes no token around it; `end` if there is
-        none.
-        """
+        """Find the last cut up to `end` that changes no token nearby; `end` if there is none."""
         for place in islice(_places(text, end), _MOST_TRIES):
             before = text[max(0, place - _WINDOW) : place]
             after = text[place : place + _WINDOW]
@@ -391,9 +430,7 @@ class Prompts:
         return end
 
     def _encode_piece(self, text: str, is_first: bool) -> list[int]:
-        """Tokenize a part of a text. is_first: it is the start; otherwise it continues other text,
-        without the space that some tokenizers put at the start.
-        """
+        """Tokenize a piece; a later piece without the space that some tokenizers add."""
         if is_first:
             return self.encode_document(text)
         anchor = self.encode_document(_ANCHOR)
@@ -405,10 +442,12 @@ class Prompts:
     def _limit(self, max_new_tokens: int) -> int:
         return min(self.limit - max_new_tokens, self.options.max_prompt_tokens or self.limit)
 
-    def _encode(self, text: str, instruction: Around | None, most: int) -> tuple[list[int], int]:
-        """Tokenize the prompt of a document; return `most` tokens of it, and how many there are."""
+    def _encode(
+        self, text: str, instruction: Around | None, most: int, question: str | None = None
+    ) -> tuple[list[int], int]:
+        """Tokenize the prompt of a document; return `most` tokens and the number of all."""
         try:
-            rendered = self._rendered(text, instruction)
+            rendered = self._rendered(text, instruction, question)
         except ValueError as error:
             raise DocumentError("BadInstruction", first_line(error), stage="prompt") from error
         token_ids = list(self._bos)
@@ -418,14 +457,17 @@ class Prompts:
             size += len(piece)
         return token_ids, size
 
-    def _rendered(self, text: str, instruction: Around | None = None) -> str:
-        """Write the prompt of a document, in which the template's control tokens, and no others,
-        have their names.
+    def _rendered(
+        self, text: str, instruction: Around | None = None, question: str | None = None
+    ) -> str:
+        """Render the prompt of a document, or of a question in place of the text after it.
 
-        While the template looks at it, the first character of a control token in data is another
-        one.
+        Only control tokens of the template get their names. The template sees data with stand-ins
+        for the first characters of control tokens.
         """
         before, after = self._around if instruction is None else instruction
+        if question is not None:
+            text, after = f"{text}\n\n{question}", ""
         data = text if instruction is None else before + text + after
         stand_ins: dict[str, str] = {}
         if self._control.search(data):
@@ -437,7 +479,7 @@ class Prompts:
         return named.translate({ord(other): first for first, other in stand_ins.items()})
 
     def _measure(self, instruction: Around | None) -> int:
-        """Count the tokens around a document."""
+        """Count the tokens of a prompt without its document."""
         return self._encode("x", instruction, 0)[1] - len(self.encode_document("x"))
 
 
@@ -451,11 +493,16 @@ def _no_room(num_template: int, max_new_tokens: int, limit: int) -> DocumentErro
 
 
 def cut(text: str, starts: NDArray[np.int64], room: int, policy: LengthPolicy) -> tuple[range, int]:
-    """Keep at most `room` tokens of a text, as the policy says: whole characters.
+    """Cut a text to at most `room` tokens at whole characters.
 
-    Returns the characters that are left out, and how many tokens are kept.
+    Args:
+        text: Text.
+        starts: First character of each token [N], ascending.
+        room: Most tokens to keep.
+        policy: Part of the text to keep.
 
-    starts: the character at which each token starts [N], rising.
+    Returns:
+        Range of dropped characters, and number of kept tokens.
     """
     num_tokens = len(starts)
     if num_tokens <= room:
@@ -464,16 +511,14 @@ def cut(text: str, starts: NDArray[np.int64], room: int, policy: LengthPolicy) -
     ends = np.append(starts, len(text))
     head_end = ends[room - num_tail] if room > num_tail else 0
     first = num_tokens - num_tail
-    if first and ends[first - 1] == ends[first]:  # a character of several tokens
+    if first and ends[first - 1] == ends[first]:  # one character has several tokens
         first = int(ends.searchsorted(ends[first], "right"))
     num_head = int(starts.searchsorted(head_end))
     return range(head_end, ends[first]), num_head + num_tokens - first
 
 
 def _places(text: str, end: int) -> Iterator[int]:
-    """Yield places where a long text may be cut, the last first: before single spaces, then
-    anywhere.
-    """
+    """Yield places to cut a long text, last first: before single spaces, then anywhere."""
     begin = end - _WINDOW
     spaces = [begin + found.start() for found in re.finditer(r"(?<=\S) (?=\S)", text[begin:end])]
     yield from islice(reversed(spaces), _MOST_TRIES // 2)
@@ -481,8 +526,10 @@ def _places(text: str, end: int) -> Iterator[int]:
 
 
 def template_source(tokenizer: Any, options: PromptOptions) -> str:
-    """Return the chat template, a plain one if the model has none. Raises ValueError for several
-    without a default.
+    """Return the chat template of a model, or else a plain template.
+
+    Raises:
+        ValueError: The model has several templates without a default.
     """
     if not tokenizer.chat_template:
         return _PLAIN
@@ -498,9 +545,7 @@ def template_source(tokenizer: Any, options: PromptOptions) -> str:
 
 
 def with_time(options: PromptOptions, tokenizer: Any, recorded: str | None) -> PromptOptions:
-    """Settle the time that a chat template is told which asks for it: the recorded one, or else
-    now.
-    """
+    """Fix the time for a chat template that asks for it: the recorded time, or else now."""
     if CLOCK in options.template_options or CLOCK not in template_source(tokenizer, options):
         return options
     time = recorded or datetime.now().isoformat(timespec="seconds")
@@ -508,13 +553,11 @@ def with_time(options: PromptOptions, tokenizer: Any, recorded: str | None) -> P
 
 
 _Turn = tuple[str, str, str]
-"""A message: what it is in the configuration, its role and its content."""
+"""Message: configuration key, role and content."""
 
 
 class _Chat:
-    """The chat template with what a run says around a user message. Raises ValueError for a bad
-    template or time.
-    """
+    """Chat template with the messages of a task. Raises ValueError for a bad template or time."""
 
     def __init__(self, tokenizer: Any, options: PromptOptions, source: str):
         if found := _CHANCE.search(source):
@@ -547,14 +590,12 @@ class _Chat:
         self._turns = turns
 
     def write(self, content: str) -> str:
-        """Write the prompt around a user message. Raises ValueError if a message is not all in
-        it.
-        """
+        """Render a user message. Raises ValueError if the result lacks part of a message."""
         turns = [*self._turns, ("the document's message", "user", content)]
         return self._whole(turns, self._options)
 
     def check(self) -> None:
-        """Raise ValueError for a message or an option that the template takes no notice of."""
+        """Raise ValueError if the template ignores a message or an option."""
         marks = map(chr, _MARKS)
         turns = [*self._turns, ("the document's message", "user", "x")]
         told_apart = [(what, role, next(marks) * len(text)) for what, role, text in turns]
@@ -583,7 +624,7 @@ class _Chat:
                     )
 
     def _tells(self, turns: list[_Turn], other: Values) -> bool:
-        """Return True if another value of an option makes another prompt, or none."""
+        """Return True if another value of an option changes the prompt or fails."""
         try:
             return self._render(turns, self._options | other) != self._render(turns, self._options)
         except ValueError:
@@ -624,9 +665,7 @@ def _dense(text: str) -> str:
 
 
 def _leaves(value: Any) -> Iterator[tuple[str | bool, Callable[[Any], Any]]]:
-    """Yield each text and truth value of an option, with a function that puts another in its
-    place.
-    """
+    """Yield each string and Boolean of an option, with a function that replaces it."""
     if isinstance(value, str | bool):
         yield value, lambda other: other
     elif isinstance(value, Mapping | Sequence):
@@ -643,10 +682,9 @@ def _with(value: Any, key: Any, put: Callable[[Any], Any], other: Any) -> Any:
 
 @contextmanager
 def _at_most(limit_s: float) -> Iterator[None]:
-    """Raise TimeoutError in a block that takes longer.
+    """Raise TimeoutError in a block that takes longer, on the main thread only.
 
-    Only the main thread can be interrupted. A run renders its template there before any other
-    thread or process does.
+    A run renders its template there first.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -665,11 +703,10 @@ def _at_most(limit_s: float) -> Iterator[None]:
 
 
 def _renamed(tokenizer: Any) -> tuple[Tokenizer, dict[str, str]]:
-    """Copy the tokenizer proper; its special tokens have names that no text can hold. Return these,
-    too.
+    """Copy the tokenizer with secret names for special tokens; return the names, too.
 
-    So no text, whatever a normalizer makes of it, comes to a control token, while names do in the
-    midst of any text. The copy neither truncates nor pads, whatever its file says.
+    No text contains a secret name, so only the template makes control tokens. The copy neither
+    truncates nor pads.
     """
     key = secrets.token_hex(8)
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -699,15 +736,13 @@ def _renamed(tokenizer: Any) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _bos(tokenizer: Any) -> list[int]:
-    """Return the BOS token if the tokenizer begins texts with one; a chat template brings its
-    own.
-    """
+    """Return the BOS token if the tokenizer adds it, and no chat template does."""
     bos = tokenizer.bos_token_id
     return [bos] if not tokenizer.chat_template and bos in tokenizer("")["input_ids"] else []
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the token that the chat template writes after an answer; None if that is none."""
+    """Return the special token after an answer in the chat template, or None."""
     said = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
     try:
         with _at_most(TEMPLATE_S):

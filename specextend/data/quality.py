@@ -89,6 +89,7 @@ def assess(
     sources_without: range | None = None,
     examples: Collection[str] = (),
     figures_for: Collection[str] | None = None,
+    verify_below: float | None = None,
 ) -> Quality:
     """Assess an answer, in time linear in its document.
 
@@ -97,6 +98,7 @@ def assess(
         evidence_for: Fields with strings to find in the document; None for none.
         sources_without: Unread characters of the document, if sources are wanted.
         figures_for: Fields with figures to find, empty for a text; None for none.
+        verify_below: Probability of a verdict below which a text is `unsupported`; None for none.
     """
     text = completion.text
     summary = split_words(text)
@@ -120,6 +122,9 @@ def assess(
         "shortened": num_dropped_tokens > 0,
         "short_document": len(read) < LEAST_WORDS,
         "figure_not_found": any(each["found"] == "no" for each in figures or ()),
+        "unsupported": any(
+            each is not None and each < (verify_below or 0) for each in completion.verdicts
+        ),
     }
     one, two, longest = (None, None, None) if reference is None else rouge(text, reference)
     evidence = None if evidence_for is None else find_evidence(text, document, evidence_for)
@@ -171,7 +176,7 @@ def _is_of_examples(text: str, examples: Collection[str], read: Sequence[str]) -
     known = {run for example in examples for run in _runs(split_words(example), EXAMPLE_WORDS)}
     strings = [text]
     with suppress(ValueError, RecursionError):
-        strings = [value for _, value in _strings(read_json(text), "")]
+        strings = [value for _, value in strings_of(read_json(text), "")]
     values = [*map(split_words, strings)]
     copied = known.intersection(run for words in values for run in _runs(words, EXAMPLE_WORDS))
     if copied:
@@ -280,7 +285,7 @@ def find_evidence(text: str, document: str, fields: Collection[str]) -> list[Val
     """
     plain = _plain(document)
     found = list[Values]()
-    for field, value in _strings(read_json(text), ""):
+    for field, value in strings_of(read_json(text), ""):
         if field in fields and value.strip():
             begin, end, score = _passage(_plain(value.strip()), plain) or (None, None, None)
             found.append(
@@ -303,7 +308,7 @@ def _figures(text: str, document: str, fields: Collection[str]) -> list[Values]:
     answer = read_json(text, parse_int=_Digits, parse_float=_written_out)
     return [
         figure
-        for field, value in _strings(answer, "")
+        for field, value in strings_of(answer, "")
         if field in fields
         for figure in index.find(value, has_units=not isinstance(value, _Digits))
     ]
@@ -348,17 +353,17 @@ def _plain(text: str) -> str:
     return lowered(text).translate(_SPACES)
 
 
-def _strings(value: Any, field: str) -> Iterator[tuple[str, str]]:
+def strings_of(value: Any, field: str) -> Iterator[tuple[str, str]]:
     """Yield the strings in a value with their field names, nested names joined by dots."""
     match value:
         case str():
             yield field, value
         case list():
             for each in value:
-                yield from _strings(each, field)
+                yield from strings_of(each, field)
         case dict():
             for inner, each in value.items():
-                yield from _strings(each, f"{field}.{inner}" if field else inner)
+                yield from strings_of(each, f"{field}.{inner}" if field else inner)
 
 
 # Find the sources of sentences

@@ -1,4 +1,4 @@
-"""The files with the results of a run, and the runs that did some of its rows again."""
+"""Result files of a run, and runs that repeated some of its rows."""
 
 from collections.abc import Iterable, Iterator
 
@@ -31,16 +31,14 @@ from specextend.data.storage import Location
 
 _TABLE = "CREATE TABLE results (id TEXT, worth INT, age INT, again BOOL)"
 CHOSEN = "SELECT id FROM results GROUP BY id HAVING arg_max(again, (worth << 20) + age)"
-"""Ids whose newest answer meets the condition; whole answers count before those with a failed task,
-and these before errors.
+"""Ids whose newest answer meets the condition. Complete answers precede answers with a failed task,
+and these precede errors.
 """
 _OF_ERRORS = {*ERROR_SCHEMA.names} - {*SUMMARY_SCHEMA.names}
 
 
 def result_files(output: Location) -> list[tuple[Location, bool]]:
-    """List the files of `summaries/`, then those of `errors/`, each with True if its documents are
-    done.
-    """
+    """List the files of `summaries/` (True) and `errors/` (False)."""
     folders = ((summaries_folder(output), True), (errors_folder(output), False))
     return [
         (folder.child(name), is_done)
@@ -50,12 +48,12 @@ def result_files(output: Location) -> list[tuple[Location, bool]]:
 
 
 def damaged_results(file: Location) -> Damaged:
-    """Return what makes the error for a damaged file of `summaries/` or `errors/`."""
+    """Return the error factory for a damaged result file."""
     return damaged_as(ValueError, file, "run its job again to write it anew")
 
 
 def has_ended(output: Location, manifest: ReadOnly) -> bool:
-    """Return True if the files of results hold all rows of a run."""
+    """Return True if the result files hold every row of the run."""
     footers = (
         read_file(file, pq.read_metadata, damaged_results(file)) for file, _ in result_files(output)
     )
@@ -63,15 +61,13 @@ def has_ended(output: Location, manifest: ReadOnly) -> bool:
 
 
 def began(output: Location) -> float | None:
-    """Return when the first start of a run began, in seconds since the epoch, by its record."""
+    """Return the recorded time of the first start, in seconds since the epoch."""
     begins = (parse_time(start.begin) for start in read_starts(output))
     return min((begin for begin in begins if begin is not None), default=None)
 
 
 def redone_runs(output: Location) -> tuple[list[Location], list[Location]]:
-    """Return the runs that did rows of a run again: those that have ended, the earliest first, and
-    the others.
-    """
+    """Return the runs that repeated rows: ended runs, earliest first, and unfinished runs."""
     ended: list[Location] = []
     others: list[Location] = []
     for run in sorted(inner_runs(output, REDONE), key=lambda run: began(run) or 0.0):
@@ -87,11 +83,17 @@ def add_redone(
     files: Iterable[InputFile],
     checkpoint: Checkpoint,
 ) -> None:
-    """Make the table `results` of CHOSEN: of all results of a run and of the runs that did its rows
-    again, whether they meet the condition of `options`.
+    """Create the table `results` for CHOSEN, from a run and its repeated rows.
 
-    files: of the input now. Raises InputError unless the run has ended, its results have the
-    columns of the condition, and its input is what it was.
+    Args:
+        database: Database for the table.
+        output: Folder of the run.
+        options: Options with the condition `redo`.
+        files: Current input files.
+        checkpoint: Called after each table; may raise.
+
+    Raises:
+        InputError: The run has not ended, its input has changed, or a column is missing.
     """
     manifest = read_manifest(output)
     if manifest is None or not has_ended(output, manifest):
@@ -126,7 +128,7 @@ def add_redone(
 def _check_same_input(
     output: Location, manifest: ReadOnly, options: InputOptions, files: Iterable[InputFile]
 ) -> None:
-    """Raise InputError if rows of a run would not be found again, or others in their place."""
+    """Raise InputError if the input differs from the input of the run."""
     now = {file.relative_path: file.facts for file in files}
     for name, facts in manifest["identity"]["files"].items():
         if now.get(name) != facts:
@@ -145,7 +147,7 @@ def _check_same_input(
 
 
 def _schema(output: Location, runs: list[Location]) -> pa.Schema:
-    """Return the columns of results. Raises ValueError if one has two types."""
+    """Return the result columns. Raises ValueError for a column with two types."""
     firsts = {
         (run.path, is_answer): file for run in runs for file, is_answer in result_files(run)[::-1]
     }
@@ -163,16 +165,14 @@ def _schema(output: Location, runs: list[Location]) -> pa.Schema:
 
 
 def _shown(name: str, is_answer: bool) -> str:
-    """Return the name by which conditions know a column: that of the input as error rows have
-    it.
-    """
+    """Return the name of a column in conditions, which is its name in error rows."""
     return f"{name}_" if is_answer and name in _OF_ERRORS else name
 
 
 def _read(
     file: Location, schema: pa.Schema, is_answer: bool, has_tasks: bool
 ) -> Iterator[pa.Table]:
-    """Read columns of a file of results; why tasks have failed counts as why a document has."""
+    """Yield columns of a result file, with the failures of tasks as failures of documents."""
 
     def read(parquet: pq.ParquetFile) -> Iterator[pa.Table]:
         of_tasks = is_answer and has_tasks

@@ -65,7 +65,11 @@ def _holds(condition: str, table: pa.Table) -> bool:
 
 def _columns(output: OutputOptions) -> TextColumns:
     return TextColumns(
-        output.column, output.json_schema, has_confidence=output.confidence, has_pages=True
+        output.column,
+        output.json_schema,
+        has_confidence=output.confidence,
+        has_verdicts=output.verify,
+        has_pages=True,
     )
 
 

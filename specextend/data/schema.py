@@ -1,4 +1,4 @@
-"""The rows of the output: their columns, and the conversion of results into rows."""
+"""Columns of output rows, and conversion of results into rows."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ EVIDENCE = pa.struct(
         ("score", "float64"),
     ]
 )
-"""A string of an answer, and where it stands in the document."""
+"""String of an answer with its place in the document."""
 
 SOURCE = pa.struct(
     [
@@ -35,7 +35,7 @@ SOURCE = pa.struct(
         ("passage", "string"),
     ]
 )
-"""A sentence of a text, and a passage of the document that it rests on."""
+"""Sentence of a text with a supporting passage of the document."""
 
 FIGURE = pa.struct(
     [
@@ -45,7 +45,10 @@ FIGURE = pa.struct(
         ("page", pa.int32()),
     ]
 )
-"""A figure of a text, and where it stands in the document."""
+"""Figure of a text with its place in the document."""
+
+VERDICT = pa.struct([("field", "string"), ("sentence", "string"), ("probability", "float64")])
+"""Sentence of a text, or string of an answer, with the target's probability of yes."""
 
 PART_SUMMARY = pa.struct(
     [
@@ -60,11 +63,10 @@ PART_SUMMARY = pa.struct(
 """The summary of a part, with the place of the part in the document."""
 
 CHOICE = pa.struct([("field", "string"), ("value", "string"), ("log_prob", "float64")])
-"""What the target thinks of a value: its log probability, given that it is one of the field's."""
+"""Value of a field with its log probability, normalised over the field's values."""
 
 
 def _columns(kind: str, *names: str) -> list[tuple[str, str]]:
-    """Return columns of one type."""
     return [(name, kind) for name in names]
 
 
@@ -112,14 +114,14 @@ SUMMARY_SCHEMA = pa.schema(
         ("figures", pa.list_(FIGURE)),
     ]
 )
-"""Our columns of `summaries/`; passthrough columns follow them."""
+"""Columns of `summaries/`, before passthrough columns."""
 
 FAILURE = pa.schema([*_columns("string", "error_class", "message", "stage"), ("retryable", "bool")])
-"""Columns that say why a document, or one of its tasks, has failed; null if it has not."""
+"""Failure of a document or task; null after success."""
 WORDS = pa.struct([("held", pa.list_(pa.string())), ("other", pa.list_(pa.string()))])
-"""The distinct content words of an answer: those that its document has, and the others."""
+"""Distinct content words of an answer, by whether its document has them."""
 OF_DOCUMENT = ("doc_id", "content_sha256", "worker", "attempts", "started_at", "queue_s")
-"""The columns that are of no task."""
+"""Columns that describe the document and no task."""
 TASKS = pa.list_(
     pa.struct(
         [
@@ -127,12 +129,13 @@ TASKS = pa.list_(
             *FAILURE,
             *(each for each in SUMMARY_SCHEMA if each.name not in {*OF_DOCUMENT, "summary"}),
             ("confidence", CONFIDENCE),
+            ("verdicts", pa.list_(VERDICT)),
         ]
     )
 )
-"""What came of each task of a document, in a run of several: the columns of a run of its own."""
+"""Results of each task of a document."""
 COMMITTED_TASKS = pa.list_(pa.struct([*TASKS.value_type, ("words", WORDS)]))
-"""The same in commits."""
+"""TASKS in commits."""
 _STATES = pa.list_(pa.struct([("name", "string"), *FAILURE]))
 _TEXTS = pa.list_(pa.struct(_columns("string", "name", "text", "error_class")))
 
@@ -145,7 +148,7 @@ ERROR_SCHEMA = pa.schema(
         *_columns("string", "content_sha256", "summary"),
     ]
 )
-"""Our columns of `errors/`; passthrough columns follow them."""
+"""Columns of `errors/`, before passthrough columns."""
 
 COMMIT_SCHEMA = pa.schema(
     [
@@ -156,18 +159,18 @@ COMMIT_SCHEMA = pa.schema(
         ("tasks", COMMITTED_TASKS),
         ("words", WORDS),
         ("confidence", CONFIDENCE),
+        ("verdicts", pa.list_(VERDICT)),
     ]
 )
-"""Columns of `_run/parts/`: the key, the summary columns, the error columns, and what `generic`
-follows from. `error_class` is null
-for a row done, `finish_reason` for an error row; a row of which some tasks failed has both.
+"""Columns of `_run/parts/`. Finished rows have a null `error_class`, error rows a null
+`finish_reason`. Rows with some failed tasks have both.
 """
 
 _FROM_STATS = [name for name in SUMMARY_SCHEMA.names if hasattr(DecodingStats(), name)]
 
 
 def decoded_columns(completion: Completion, prompt: Prompt, quality: Quality) -> Values:
-    """Return what the row of a document that is done says about its prompt and its text."""
+    """Return the columns about a prompt and its text."""
     return {
         "summary": completion.text,
         "finish_reason": completion.finish_reason,
@@ -181,7 +184,7 @@ def decoded_columns(completion: Completion, prompt: Prompt, quality: Quality) ->
 
 
 def stats_columns(stats: DecodingStats) -> Values:
-    """Return the columns with counts and seconds."""
+    """Return the columns of counts and seconds."""
     return {
         **{name: getattr(stats, name) for name in _FROM_STATS},
         "acceptance_histogram": stats.acceptance_histogram or None,
@@ -189,8 +192,13 @@ def stats_columns(stats: DecodingStats) -> Values:
 
 
 def failure_of(tasks: Iterable[ReadOnly]) -> Values:
-    """Return why tasks of a document have failed, from its entries of the column `tasks`: class and
-    stage of the first, the messages of all. The values are None if none have.
+    """Return the FAILURE columns of a document.
+
+    Args:
+        tasks: Entries of the column `tasks`.
+
+    Returns:
+        Class and stage of the first failed task and all messages; None without a failure.
     """
     failed = [each for each in tasks if each["error_class"] is not None]
     if not failed:
@@ -204,13 +212,13 @@ def failure_of(tasks: Iterable[ReadOnly]) -> Values:
 
 
 def task_failures(tasks: pa.ChunkedArray) -> pa.Table:
-    """Return `failure_of` for each row of a column `tasks`."""
+    """Return `failure_of` for each row."""
     entries = tasks.cast(_STATES).to_pylist()
     return pa.Table.from_pylist([failure_of(each or ()) for each in entries], FAILURE)
 
 
 def rows_table(rows: Iterable[ReadOnly], schema: pa.Schema) -> pa.Table:
-    """Make a table of rows, with U+FFFD where a text has half of a surrogate pair."""
+    """Convert rows to a table, with U+FFFD for lone surrogates."""
     rows = list(rows)
     try:
         return pa.Table.from_pylist(rows, schema=schema)
@@ -219,17 +227,17 @@ def rows_table(rows: Iterable[ReadOnly], schema: pa.Schema) -> pa.Table:
 
 
 class TextColumns(NamedTuple):
-    """The columns for what the model wrote: of each task one with the texts, and those of its
-    answers.
-    """
+    """Columns for the model's texts and answers."""
 
     text: str = "summary"
     answers: str | None = None
-    """Their JSON Schema."""
+    """JSON Schema of the answers."""
     others: tuple[tuple[str, str, str | None], ...] = ()
-    """Names of further tasks, with the same."""
+    """Name, text column and schema of further tasks."""
     has_confidence: bool = False
-    """True if the column `confidence` is among them."""
+    """Whether there is a column `confidence`."""
+    has_verdicts: bool = False
+    """Whether there is a column `verdicts`."""
     has_pages: bool = False
     """True if places name their pages."""
 
@@ -238,25 +246,25 @@ _USUAL = TextColumns()
 
 
 def text_columns(config: ReadOnly) -> TextColumns:
-    """Return the columns of a run with this configuration, as JSON values."""
+    """Return the text columns of a configuration in JSON values."""
     of_first: Mapping[str, Any] = config.get("output", {})
     text = of_first.get("column", "summary")
     named = [(name, own["output"]) for name, own in config.get("tasks", {}).items()]
     others = [(name, own["column"], own["schema"]) for name, own in named if own["column"] != text]
+    outputs = [of_first, *(own["output"] for own in config.get("tasks", {}).values())]
     return TextColumns(
         text,
         of_first.get("schema"),
         tuple(others),
         of_first.get("confidence", False),
+        any(each.get("verify", False) for each in outputs),
         config.get("input", {}).get("pages_column") is not None,
     )
 
 
 def error_schema(passthrough: Iterable[pa.Field], columns: TextColumns = _USUAL) -> pa.Schema:
-    """Return the schema of a run's error rows; a passthrough column whose name is one of ours gets
-    a `_` behind it.
-    """
-    tasks = _with_pages([pa.field("tasks", TASKS)] if columns.others else [], columns)
+    """Return the schema of error rows; passthrough columns with a taken name get a `_` suffix."""
+    tasks = _with_pages([_tasks(columns)] if columns.others else [], columns)
     ours = pa.schema([*_named(ERROR_SCHEMA, columns.text), *tasks])
     return pa.schema(
         [
@@ -267,17 +275,22 @@ def error_schema(passthrough: Iterable[pa.Field], columns: TextColumns = _USUAL)
 
 
 def summary_fields(columns: TextColumns = _USUAL) -> list[pa.Field]:
-    """Return our columns of `summaries/`, and those of the answers. They are `output.column` and
-    `output.schema`.
-    """
+    """Return the columns of `summaries/`, without passthrough columns."""
     fields = _with_pages(_named(SUMMARY_SCHEMA, columns.text), columns)
     if columns.has_confidence:
         fields.append(confidence_field(columns.answers))
+    if columns.has_verdicts:
+        fields.append(COMMIT_SCHEMA.field("verdicts"))
     fields += answer_fields(columns.answers)
     for _, text, answers in columns.others:
         fields += [pa.field(text, pa.string()), *answer_fields(answers)]
-    tasks = [pa.field("tasks", TASKS)] if columns.others else []
+    tasks = [_tasks(columns)] if columns.others else []
     return [*fields, *_with_pages(tasks, columns)]
+
+
+def _tasks(columns: TextColumns) -> pa.Field:
+    kept = [each for each in TASKS.value_type if columns.has_verdicts or each.name != "verdicts"]
+    return pa.field("tasks", pa.list_(pa.struct(kept)))
 
 
 def _with_pages(fields: list[pa.Field], columns: TextColumns) -> list[pa.Field]:
@@ -285,11 +298,13 @@ def _with_pages(fields: list[pa.Field], columns: TextColumns) -> list[pa.Field]:
 
 
 def summary_columns(rows: pa.Table, columns: TextColumns) -> list[pa.ChunkedArray | pa.Array]:
-    """Return the values of `summary_fields` in rows with the columns of COMMIT_SCHEMA."""
+    """Return the values of `summary_fields` from rows of COMMIT_SCHEMA."""
     ours = zip(SUMMARY_SCHEMA.names, summary_fields(columns), strict=False)
     found = [rows[name].cast(field.type) for name, field in ours]
     if columns.has_confidence:
         found.append(confidence_column(columns.answers, rows["confidence"]))
+    if columns.has_verdicts:
+        found.append(rows["verdicts"])
     found += answer_columns(columns.answers, rows["summary"])
     if not columns.others:
         return found

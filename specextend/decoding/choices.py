@@ -1,12 +1,10 @@
-"""Scored answers: an output is put together of choices, each made by the target's probabilities of
-all its values. In an output that was written, fields of known values are scored once it is done.
+"""Scored answers: outputs made of choices between known values, and scores after an output is done.
 
-The values of a choice are a tree behind the prompt and the choices before; one forward scores them,
-several if there are many. Nothing is drafted or sampled. The log probability of a value is the sum
-over its tokens, given that it is one of the values. It is not divided by the length: texts end
-where they are told apart, so they exclude each other, and the sum is what the target says of them.
+The values of a choice form a tree after the prompt and the previous choices, and few forwards score
+all of them. Nothing is drafted or sampled. The log probability of a value is the sum over its
+tokens, normalised over the values. Texts end where they differ, so no value is a prefix of another.
 
-Shapes: `N` tree nodes, the forced tokens before the root included, `V` vocabulary.
+Shapes: `N` tree nodes with the forced tokens before the root, `C` hidden size.
 """
 
 import math
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan
-from specextend.core import FinishReason, Scored, json_values
+from specextend.core import FinishReason, Questions, Scored, json_values
 from specextend.decoding.device import upload
 from specextend.decoding.model import CachedModel
 from specextend.decoding.sampling import FARTHEST, NonFiniteLogits, where_finite
@@ -27,28 +25,24 @@ from specextend.decoding.sequence import RunningSequence
 from specextend.decoding.tree import DraftTrees, TreeNode, tree_mask
 
 MOST_NODES = 96
-"""Nodes of values in one forward. With forced tokens before them they are as many as every kernel
-takes.
-"""
+"""Most nodes of values in one forward; every kernel takes them with `_MOST_FORCED` tokens."""
 _MOST_FORCED = 32
-"""Forced tokens in one forward."""
+"""Most forced tokens in one forward."""
 Path = list[int]
-"""Tokens of an output, from its first one on."""
+"""Tokens of an output from its start."""
 
 
 @dataclass(frozen=True)
 class ChoiceScorer:
-    """Makes the choices of requests whose prompts were read."""
+    """Scores choices and questions of requests after their prompts are read."""
 
     _tokenizer: Any
     _target: CachedModel
     _on_forward: Callable[[], None]
-    """Called for each forward of the target."""
+    """Called before each forward of the target."""
 
     def answer(self, sequence: RunningSequence) -> tuple[Path, FinishReason]:
-        """Make a sequence's choices, one after the other; return its output, and why it ends
-        there.
-        """
+        """Make the choices of a sequence in order; return its output and finish reason."""
         request = sequence.request
         text = ""
         path = Path()
@@ -70,10 +64,9 @@ class ChoiceScorer:
         return path, "stop"
 
     def score(self, sequence: RunningSequence) -> None:
-        """Score the values of the closed fields of an output that is done, behind what it says
-        before them. An output that broke off has none.
+        """Score the values of the closed fields of a complete output.
 
-        The last field comes first, because it is scored in the rows of what stands behind it.
+        Fields are scored in reverse order, because each overwrites the cache rows after it.
         """
         request = sequence.request
         text = sequence.stopper.text
@@ -86,60 +79,91 @@ class ChoiceScorer:
                 begin, end = spans[choice.field]
                 paths = self._paths([text[:begin] + each + text[end] for each in choice.texts])
                 if max(map(len, paths)) > sequence.region.size - len(request.prompt_token_ids):
-                    continue  # a longer value does not fit into its rows
+                    continue  # longer than its cache rows
                 log_probs = self._behind_output(sequence, paths) if len(paths) > 1 else [0.0]
                 values = zip(choice.values, log_probs, strict=True)
                 sequence.scored[:0] = [Scored(choice.field, *each) for each in values]
 
+    def judge(self, sequence: RunningSequence, questions: Questions) -> None:
+        """Answer questions in the cache rows of a complete output, several in one forward."""
+        begin = questions.num_read
+        prompt = sequence.request.prompt_token_ids
+        room = len(prompt) + sequence.request.max_new_tokens - begin
+        fits = [len(question) <= room for question in questions.token_ids]
+        paths = [
+            [*question, answer]
+            for question, is_fitting in zip(questions.token_ids, fits, strict=True)
+            if is_fitting
+            for answer in (questions.yes, questions.no)
+        ]
+        found: Iterator[float] = iter(())
+        if paths:
+            sequence.length = begin
+            self._read(sequence, begin, paths[0][: _num_shared(paths)])
+            sums = self._all_sums(sequence, prompt[:begin], paths, only_last=True)
+            found = iter(sums.unflatten(0, (-1, 2)).softmax(-1)[:, 0].tolist())
+        probabilities = [next(found) if is_fitting else math.nan for is_fitting in fits]
+        sequence.verdicts = tuple(
+            None if math.isnan(probability) else probability for probability in probabilities
+        )
+
     def _behind_output(self, sequence: RunningSequence, paths: Sequence[Path]) -> list[float]:
-        """Return what `_log_probs` does, where the rows are those of an output, which may have the
-        same text in other tokens.
-        """
+        """Return `_log_probs` in the rows of an output with other tokens for the text."""
         begin = len(sequence.request.prompt_token_ids)
         forced = paths[0][: _num_shared(paths)]
         known = begin + _num_shared([forced, sequence.stopper.token_ids])
         sequence.length = min(sequence.length, known)
+        self._read(sequence, begin, forced)
+        return self._log_probs(sequence, paths)
+
+    def _read(self, sequence: RunningSequence, begin: int, forced: Path) -> None:
+        """Read tokens from row `begin` on, without the last `_MOST_FORCED`."""
         while (rest := forced[sequence.length - begin :])[_MOST_FORCED:]:
             nodes = [TreeNode(at - 1, each, at, 0.0) for at, each in enumerate(rest[:_MOST_FORCED])]
-            self._logits(sequence, DraftTrees.pad([nodes], self._target.device))
+            self._run(sequence, DraftTrees.pad([nodes], self._target.device))
             sequence.length += _MOST_FORCED
-        return self._log_probs(sequence, paths)
 
     def _paths(self, texts: Sequence[str]) -> list[Path]:
         paths: list[Path] = self._tokenizer([*texts], add_special_tokens=False)["input_ids"]
         return paths
 
     def _log_probs(self, sequence: RunningSequence, paths: Sequence[Path]) -> list[float]:
-        """Return the log probability of each path, given that it is one of them."""
-        prompt = sequence.request.prompt_token_ids
+        """Return the log probability of each path, normalised over the paths."""
+        sums = self._all_sums(sequence, sequence.request.prompt_token_ids, paths)
+        if not bool(sums.isfinite().all()):
+            raise NonFiniteLogits(_num_shared(paths))
+        return sums.log_softmax(0).tolist()
+
+    def _all_sums(
+        self,
+        sequence: RunningSequence,
+        prompt: Path,
+        paths: Sequence[Path],
+        *,
+        only_last: bool = False,
+    ) -> Tensor:
+        """Return `_sums` [n] fp64 of paths after a prompt, in several forwards if necessary."""
         num_shared = _num_shared(paths)
-        root = len(prompt) + num_shared - 1  # place of the last token that all paths share
+        root = len(prompt) + num_shared - 1  # position of the last shared token
         sums = torch.empty(len(paths), dtype=torch.float64)
         sequence.length = min(sequence.length, root)
-        for group in self._groups(sequence, paths, num_shared):
+        room = min(MOST_NODES, sequence.region.size - len(prompt) - num_shared)
+        for group in self._groups(paths, num_shared, room):
             forced = [*prompt[sequence.length :], *paths[0][:num_shared]][
                 -(root + 1 - sequence.length) :
             ]
-            sums[group] = self._sums(
-                sequence, forced, [paths[place][num_shared:] for place in group]
-            )
-            sequence.length = root  # the forced tokens were read into their rows
-        if not bool(sums.isfinite().all()):
-            raise NonFiniteLogits(num_shared)
-        return sums.log_softmax(0).tolist()
+            tails = [paths[place][num_shared:] for place in group]
+            sums[group] = self._sums(sequence, forced, tails, only_last=only_last)
+            sequence.length = root  # the forced tokens are in the cache
+        return sums
 
-    def _groups(
-        self, sequence: RunningSequence, paths: Sequence[Path], num_shared: int
-    ) -> Iterator[list[int]]:
-        """Yield places of paths that fit into one tree; of one path if trees must be chains."""
-        room = min(
-            MOST_NODES, sequence.region.size - len(sequence.request.prompt_token_ids) - num_shared
-        )
+    def _groups(self, paths: Sequence[Path], num_shared: int, room: int) -> Iterator[list[int]]:
+        """Yield indices of paths that fit into one tree; single paths if trees must be chains."""
         group = list[int]()
         num_nodes = 0
         before = Path()
         for place in sorted(range(len(paths)), key=paths.__getitem__):
-            path = paths[place][:-1]  # nothing is asked behind its last token
+            path = paths[place][:-1]  # no logits after the last token
             num_new = len(path) - max(num_shared, _num_shared([before, path]))
             if group and (self._target.is_recurrent or num_nodes + num_new > room):
                 yield group
@@ -151,32 +175,39 @@ class ChoiceScorer:
             before = path
         yield group
 
-    def _sums(self, sequence: RunningSequence, forced: Path, tails: Sequence[Path]) -> Tensor:
-        """Return [n] fp64: for each of the tails, which follow `forced`, the sum of its tokens' log
-        probabilities.
+    def _sums(
+        self, sequence: RunningSequence, forced: Path, tails: Sequence[Path], *, only_last: bool
+    ) -> Tensor:
+        """Return for tails after `forced` the sums [n] fp64 of log probabilities.
+
+        only_last: Take the last token of each tail only.
         """
         root = len(forced) - 1
         nodes = [TreeNode(at - 1, token_id, at, 0.0) for at, token_id in enumerate(forced)]
         known: dict[tuple[int, int], int] = {}
-        asked: list[tuple[int, int, int]] = []  # tail, node, and the token behind it
+        asked: list[tuple[int, int, int]] = []  # tail, node, next token
         for tail, rest in enumerate(tails):
             node = root
             for depth, token_id in enumerate(rest, root + 1):
-                asked.append((tail, node - root, token_id))
-                if depth - root < len(rest) and (node, token_id) not in known:
+                is_last = depth - root == len(rest)
+                if is_last or not only_last:
+                    asked.append((tail, node, token_id))
+                if not is_last and (node, token_id) not in known:
                     known[node, token_id] = len(nodes)
                     nodes.append(TreeNode(node, token_id, depth, 0.0))
                 node = known.get((node, token_id), -1)
-        logits = self._logits(sequence, DraftTrees.pad([nodes], self._target.device))[root:]
-        tail_of, node_of, token_of = upload(torch.tensor(asked).T.contiguous(), logits.device)
+        tail_of, at_of, token_of = upload(torch.tensor(asked).T.contiguous(), self._target.device)
+        hidden = self._run(sequence, DraftTrees.pad([nodes], self._target.device))
+        read, node_of = at_of.unique(return_inverse=True)
+        logits = self._target.logits(hidden[read]).float()
         norms = where_finite(logits.logsumexp(-1), logits, math.nan)
         log_probs = logits[node_of, token_of].double() - norms.double()[node_of]
         return torch.zeros(len(tails), dtype=torch.float64).index_add_(
             0, tail_of.cpu(), log_probs.cpu()
         )
 
-    def _logits(self, sequence: RunningSequence, tree: DraftTrees) -> Tensor:
-        """Run N nodes behind the sequence's rows; return logits [N, V] fp32."""
+    def _run(self, sequence: RunningSequence, tree: DraftTrees) -> Tensor:
+        """Run N nodes after the sequence's rows; return hidden [N, C]."""
         length = sequence.length
         depths = tree.depths
         is_chain = bool((depths.diff() == 1).all())
@@ -187,9 +218,9 @@ class ChoiceScorer:
         hidden = self._target.forward(tree.token_ids, length + depths, plan)
         sequence.stats.num_forwards += 1
         self._on_forward()
-        return self._target.logits(hidden[0]).float()
+        return hidden[0]
 
 
 def _num_shared(paths: Sequence[Path]) -> int:
-    """Return how many tokens all paths begin with."""
+    """Return the length of the common prefix."""
     return len(commonprefix(paths))  # noqa: RUF071  of lists it compares item by item

@@ -386,6 +386,7 @@ class Engine:
         if request.keeps_log_probs:
             sequence.log_probs += log_probs_of(logits, [token_id])
         sequence.push([token_id], now)
+        self._judge(sequences)
         self._drafting.read_first(sequence, token_id, end)
 
     def _count_step(self) -> None:
@@ -408,6 +409,17 @@ class Engine:
                 self._choices.score(sequence)
                 self._watch.charge("verify_s", [sequence])
         self._drafting.payoff.took(self._watch.mark - started_at)
+        self._judge(running)
+
+    def _judge(self, sequences: list[RunningSequence]) -> None:
+        """Answer the questions about complete outputs."""
+        for sequence in sequences:
+            ask = sequence.request.questions
+            if ask is not None and sequence.has_ended and not sequence.is_broken:
+                questions = ask(sequence.stopper.text, sequence.stopper.token_ids)
+                self._reader.overwrite(sequence, questions.num_read - 1)
+                self._choices.judge(sequence, questions)
+                self._watch.charge("verify_s", [sequence])
 
     def _accept(
         self, sequences: list[RunningSequence], trees: DraftTrees, step: Verified, begin: float

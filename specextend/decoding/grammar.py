@@ -1,10 +1,8 @@
-"""Constrained decoding: which tokens may follow at each node of a tree, and which must, by the
-library llguidance.
+"""Constrained decoding: allowed and forced tokens in a tree, by the library llguidance.
 
-A grammar is that of a JSON Schema: one object, without white space that it does not need. What may
-not follow gets the logit -inf behind all penalties, so every way to choose a token keeps to the
-schema, and the output is that of plain decoding under the same masks. Only nodes that the target's
-own choices reach are masked. Letters: V vocabulary.
+A grammar is a JSON Schema with fixed white space. Forbidden tokens get the logit -inf after all
+penalties, at the nodes that the target reaches, so the output equals plain decoding under the same
+masks. Letters: V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,34 +22,30 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Options of the library: all between the values is forced, and is what Python's `json` writes."""
+"""Options of the library: force the separators that Python's `json` writes."""
 _ABSENT = -2
-"""Number of a node that the draft's tree lacks."""
+"""Number of a node outside of the draft's tree."""
 _FORCED = log(0.99)
-"""Log probability of a token that is forced: the target may spell the same characters in other
-tokens.
-"""
+"""Log probability of a forced token: the target may spell the characters in other tokens."""
 
 
 class Grammars:
-    """Makes the grammars of requests. Keeps the library's view of the tokenizer, and the schema
-    compiled last.
-    """
+    """Factory of grammars, with the tokenizer's vocabulary and the last compiled schema."""
 
     def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int], vocab_size: int):
-        """Take a fast tokenizer, the tokens that end an output, and V, which may exceed the
-        tokenizer's size.
-        """
+        """Take a fast tokenizer, the EOS tokens, and V, which may exceed the tokenizer's size."""
         self._tokenizer, self._eos_token_ids = tokenizer, sorted(eos_token_ids)
         self._vocab_size = vocab_size
         self._vocabulary: Any = None
         self._compiled: tuple[str, LLMatcher] | None = None
 
     def begin(self, schema: str) -> Grammar:
-        """Return the grammar of an output that has not begun. Raises ValueError if the library
-        cannot make one.
+        """Return the grammar at the start of an output.
+
+        Raises:
+            ValueError: The library cannot compile the schema, or no object satisfies it.
         """
-        from llguidance import LLMatcher, LLTokenizer  # a run without a schema needs neither
+        from llguidance import LLMatcher, LLTokenizer  # only for schemas
         from llguidance.hf import from_tokenizer
 
         if self._vocabulary is None:  # takes up to a second
@@ -73,25 +67,26 @@ class Grammars:
 
 
 class Grammar:
-    """The place of one output in its grammar. Lives as long as its request."""
+    """Position of one output in its grammar."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: list[int]):
-        """Take a matcher of its own, and the tokens of which one follows the object."""
+        """Take a matcher for this output, and the EOS tokens."""
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Go on by tokens of the output; what stands behind its end does not count."""
+        """Advance by tokens of the output; tokens after its end are ignored."""
         self._matcher.try_consume_tokens(list(token_ids))
 
     def follow(
         self, token_ids: Sequence[int], parents: Sequence[int], choose: Callable[[int], int]
     ) -> list[int]:
-        """Return the tokens chosen behind the root of a tree and the nodes that this leads to, -1
-        behind all others.
+        """Return the chosen token after each reached node of a tree, -1 after other nodes.
 
-        The root is the last token of the output. `choose` is called while the grammar stands at the
-        node it is given.
+        Args:
+            token_ids: Tokens of the nodes; the root is the last token of the output.
+            parents: Parents of the nodes.
+            choose: Returns the token after a node, called with the grammar at this node.
         """
         nodes = {place: node for node, place in enumerate(zip(parents, token_ids, strict=True))}
         chosen = [-1] * len(token_ids)
@@ -106,16 +101,17 @@ class Grammar:
         return chosen
 
     def allows(self, token_id: int) -> bool:
-        """Return True if a token may follow where the grammar stands."""
+        """Return True if a token may follow here."""
         taken = self._enter(token_id)
         self._matcher.rollback(taken or 0)
         return taken is not None
 
     def mask(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """Return `scores` [1, V], which penalties made of `logits`, without what may not follow
-        where it stands.
+        """Return `scores` [1, V] with -inf for forbidden tokens.
 
-        Where penalties leave nothing that may follow, they do not count.
+        Args:
+            logits: Logits [1, V], used if penalties exclude every allowed token.
+            scores: Logits with penalties [1, V].
         """
         bits = ~np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         unpacked = torch.from_numpy(np.unpackbits(bits, bitorder="little", count=logits.shape[1]))
@@ -126,18 +122,14 @@ class Grammar:
         return allowed
 
     def keep(self, tree: Sequence[TreeNode], num_levels: int) -> list[TreeNode]:
-        """Return the nodes of a draft's tree that are allowed and, behind each, what is forced, to
-        `num_levels`.
-        """
+        """Return the allowed nodes of a draft's tree, with forced tokens up to `num_levels`."""
         children: dict[int, list[int]] = {}
         for number, node in enumerate(tree):
             children.setdefault(node.parent, []).append(number)
         kept = [tree[0]]
 
         def grow(number: int, old: int) -> None:
-            """Add what follows a node that is kept; `old`: its number in the draft's tree, if it is
-            there.
-            """
+            """Add the nodes after a kept node. `old` is its number in the draft's tree."""
             node = kept[number]
             if node.depth >= num_levels:
                 return
@@ -160,7 +152,7 @@ class Grammar:
         return kept
 
     def _forced(self) -> list[int]:
-        """Return the next token if there is but one way to go on; else none."""
+        """Return the next token if it is forced."""
         return (
             self._eos_token_ids[:1]
             if self._matcher.is_stopped()
@@ -168,9 +160,7 @@ class Grammar:
         )
 
     def _enter(self, token_id: int) -> int | None:
-        """Go on by a token; return how many are to be rolled back afterwards, None if it may not
-        follow.
-        """
+        """Advance by a token; return the tokens to roll back, None for a forbidden token."""
         if self._matcher.is_stopped():
             return 0 if token_id in self._eos_token_ids else None
         return self._matcher.try_consume_tokens([token_id]) or None

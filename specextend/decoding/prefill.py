@@ -91,6 +91,12 @@ class PromptReader:
         self._last_prompt = None
         self._features = []
 
+    def overwrite(self, sequence: RunningSequence, num_kept: int) -> None:
+        """Limit what a next prompt takes over of this prompt, because later rows change."""
+        last = self._last_prompt
+        if last is not None and last.first_row == sequence.region.start:
+            last.token_ids = last.token_ids[:num_kept]
+
     def read(self, sequence: RunningSequence, chunk_size: int) -> PromptEnd | None:
         """Read the next chunk of a prompt. Prompts are read one after the other.
 

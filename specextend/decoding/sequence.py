@@ -273,6 +273,8 @@ class RunningSequence:
     """Log probabilities of the decided tokens."""
     scored: list[Scored] = field(default_factory=list)
     """Scored values of choices."""
+    verdicts: tuple[float | None, ...] = ()
+    """Verdicts of the completion."""
 
     @property
     def is_greedy(self) -> bool:
@@ -409,6 +411,7 @@ class RunningSequence:
             tuple(self.leads),
             tuple(self.scored),
             tuple(self.log_probs[: len(stopper.token_ids)]),
+            self.verdicts,
         )
 
 

@@ -41,7 +41,7 @@ from specextend.models.causal_lm import (
     target_bytes,
     target_device,
 )
-from specextend.models.model_files import find_folder, read_json
+from specextend.models.model_files import ModelError, find_folder, read_json
 from specextend.models.pairing import (
     check_pair,
     draft_rows,
@@ -95,6 +95,7 @@ def load_engine(config: Configs) -> Engine:
     # first: a GPU that is not there makes all else moot
     device = target_device(config.target, config.job.device)
     facts = check_pair(config.target, config.active_draft)
+    check_verify(config, facts)
     scored_layers(config.cache, facts.layers)
     config = with_batch_size(config, facts, usable_bytes(config))
     check_memory(config, facts)
@@ -135,6 +136,15 @@ def load_engine(config: Configs) -> Engine:
         graphs=graphs,
         asks=facts.asks,
     )
+
+
+def check_verify(config: RunConfig, facts: ModelFacts) -> None:
+    """Raise ModelError if the target cannot go back to its prompt, which `output.verify` needs."""
+    if config.output.verify and facts.state_bytes:
+        raise ModelError(
+            f"output.verify goes back to the prompt, and target {facts.name} has layers with a "
+            "recurrent state, which cannot: leave out output.verify"
+        )
 
 
 def can_capture(config: RunConfig) -> bool:
@@ -246,10 +256,10 @@ def rows_per_sequence(config: RunConfig, num_tokens: int) -> int:
 def recent_sizes(config: RunConfig, facts: ModelFacts) -> RecentSizes | None:
     """Return the sizes of the cache of layers with a sliding window.
 
-    None if it has the rows of the other layers: there are no such layers, or rows of the input may
-    ask for longer outputs than the configuration.
+    None if it has the rows of the other layers: there are no such layers, rows of the input may
+    ask for longer outputs than the configuration, or verdicts go back into the prompt.
     """
-    if not facts.window or config.input.has_limits:
+    if not facts.window or config.input.has_limits or config.verifies:
         return None
     most = config.max_tokens(facts.context_length)
     window = min(facts.window, most)

@@ -11,7 +11,7 @@ from specextend.core import Values, mended
 from specextend.data.database import Database
 from specextend.data.generic import GENERIC, RunWords
 from specextend.data.run_folder import Start
-from specextend.data.schema import SUMMARY_SCHEMA
+from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA
 from specextend.report.result_rows import ANSWERED, RUN_ID, told_apart
 from specextend.stats import PHASES, ModelWork, ratio
 
@@ -56,7 +56,7 @@ _UNREAD = {
     "draft_acceptance_rate",
     "output_tokens_per_s",
 }
-DONE_COLUMNS = tuple(name for name in SUMMARY_SCHEMA.names if name not in _UNREAD)
+DONE_COLUMNS = (*(name for name in SUMMARY_SCHEMA.names if name not in _UNREAD), "verdicts")
 """Columns of a finished document in the report, a few hundred bytes each without texts."""
 _SUMMED_COLUMNS = (
     *(name for name in DONE_COLUMNS if name.startswith("num_")),
@@ -86,12 +86,12 @@ _SLOWEST = (
 ERROR_COLUMNS = ("doc_id", "error_class", "message", "stage", "retryable")
 """Columns of a failed document in the report."""
 _DONE_SCHEMA = pa.schema(
-    [*(SUMMARY_SCHEMA.field(name) for name in DONE_COLUMNS), (RUN_ID, "string")]
+    [*(COMMIT_SCHEMA.field(name) for name in DONE_COLUMNS), (RUN_ID, "string")]
 )
 _FLOATS = [field.name for field in _DONE_SCHEMA if pa.types.is_floating(field.type)]
 _FINITE = ", ".join(f"if(isfinite({name}), {name}, NULL) AS {name}" for name in _FLOATS)
 """One NaN or infinity would spoil every sum."""
-_APART = "evidence, sources, choices, figures, summary"
+_APART = "evidence, sources, choices, figures, verdicts, summary"
 """Columns with tables of their parts."""
 _TABLES = (
     f"CREATE TABLE done AS SELECT * EXCLUDE ({_APART}) FROM given",
@@ -101,6 +101,7 @@ _TABLES = (
     "CREATE TABLE evidence (field TEXT, documents INT, strings INT, found INT)",
     "CREATE TABLE sources (sentences INT, found INT)",
     "CREATE TABLE figures (found TEXT, figures INT)",
+    "CREATE TABLE verdicts (probability DOUBLE)",
     "CREATE TABLE choices (field TEXT, value TEXT, documents INT, probability_sum DOUBLE)",
     f"""CREATE VIEW work AS SELECT * REPLACE (coalesce(worker, '') AS worker),
         epoch_ms(started_at) / 1000 AS began, began + total_s AS ended,
@@ -123,6 +124,8 @@ _ADD_DONE = (
     FROM (SELECT row_number() OVER () AS place, unnest(sources) AS each FROM given)""",
     """INSERT INTO figures SELECT each.found, count(*)
     FROM (SELECT unnest(figures) AS each FROM given) GROUP BY 1""",
+    """INSERT INTO verdicts SELECT each.probability
+    FROM (SELECT unnest(verdicts) AS each FROM given)""",
     """INSERT INTO choices SELECT field, value, count(*), sum(exp(log_prob))
     FROM (
         SELECT each.field, arg_max(each.value, each.log_prob) AS value,
@@ -158,6 +161,12 @@ _FIGURES = """
     coalesce(sum(figures) FILTER (found = 'rounded'), 0)::BIGINT AS rounded,
     coalesce(sum(figures) FILTER (found = 'derived'), 0)::BIGINT AS derived,
     coalesce(sum(figures) FILTER (found = 'no'), 0)::BIGINT AS not_found FROM figures
+"""
+_VERDICTS = """
+    SELECT count(*)::BIGINT AS sentences, count(probability)::BIGINT AS asked,
+    (SELECT probability FROM verdicts WHERE probability IS NOT NULL ORDER BY probability
+        LIMIT 1 OFFSET (SELECT count(probability) // 10 FROM verdicts)) AS tenth_percentile
+    FROM verdicts
 """
 _CHOICES = """
     SELECT field, value, sum(documents)::BIGINT AS documents,
@@ -336,6 +345,7 @@ def document_figures(figures: RunFigures) -> Values:
         "evidence": {row.pop("field"): row for row in figures.select(_EVIDENCE)},
         "sources": figures.select(_SOURCES)[0],
         "figures": figures.select(_FIGURES)[0],
+        "verdicts": figures.select(_VERDICTS)[0],
         "choices": choices,
         "errors": figures.select(_ERRORS),
         "texts": {"random": drawn[:NUM_TEXTS], "flagged": of_flags[:NUM_TEXTS]},

@@ -180,7 +180,10 @@ def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa
 
     def read(parquet: pq.ParquetFile) -> Iterator[pa.Table]:
         for batch in parquet.iter_batches(BATCH_ROWS, columns=stored):
-            table = pa.table(batch).select(stored).rename_columns(schema.names).cast(schema)
+            table = pa.table(batch)
+            if "verdicts" in stored and "verdicts" not in table.column_names:
+                table = table.append_column("verdicts", pa.nulls(len(batch)))
+            table = table.select(stored).rename_columns(schema.names).cast(schema)
             table = table.append_column(RUN_ID, pa.nulls(len(batch), "string"))
             yield table.append_column(ANSWERED, pa.repeat(False, len(batch)))
 

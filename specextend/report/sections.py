@@ -197,6 +197,10 @@ AUDIT: Figures = {
     "speed-up end to end": "audit.speedup.end_to_end",
     "decoded together": "audit.batch_size",
 }
+VERDICTS: Figures = {
+    "sentences whose support was asked for": "verdicts.asked",
+    "probability of yes, tenth percentile (output.verify_below)": "verdicts.tenth_percentile",
+}
 LIMITS: Figures = {
     "prefill, share of the matrix rate": "limits.prefill_share",
     "verification, share of the memory bandwidth": "limits.verify_share",
@@ -373,6 +377,7 @@ def sections(report: ReadOnly) -> list[Section]:
     of_work = [
         listed("Failed documents", ERROR, report["errors"], ("stage", "for example", "message")),
         *_of_texts(report),
+        _named("Verdicts", VERDICTS if look_up(report, "verdicts.asked") else {}, report),
         listed("The texts measured", MEASURED, measures),
         _paid_time(report["wall_clock"]),
         listed("By prompt length", BUCKET, report["buckets"]),

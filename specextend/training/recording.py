@@ -31,8 +31,8 @@ from specextend.data.storage import atomic_output, resolve
 from specextend.decoding.decoding_options import DraftOptions, at_least
 from specextend.decoding.device import traits_of
 from specextend.decoding.model import CachedModel
-from specextend.document_requests import document_seed
 from specextend.models.loading import load_engine
+from specextend.requests.rounds import document_seed
 from specextend.stats import DecodingStats
 
 Show = Callable[..., None]

@@ -9,7 +9,7 @@ from specextend.cluster.messages import Done
 from specextend.cluster.worker import Worker
 from specextend.core import DocumentKey, Request
 from specextend.data.source import open_source
-from specextend.document_requests import document_seed
+from specextend.requests.rounds import document_seed
 from tests.cluster.conftest import Job
 from tests.cluster.fakes import FakeEngine, QuotingEngine
 from tests.job.conftest import wait_for

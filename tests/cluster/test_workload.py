@@ -8,8 +8,8 @@ from specextend.core import DocumentKey
 from specextend.data.inputs import InputOptions
 from specextend.data.prompts import PromptOptions, Prompts
 from specextend.data.source import open_source
-from specextend.document_requests import Task
 from specextend.models.causal_lm import load_tokenizer
+from specextend.requests.tasks import Task
 from tests.cluster.conftest import MODELS
 from tests.contract.test_configuration import LEAST
 

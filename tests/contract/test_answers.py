@@ -94,6 +94,43 @@ def test_confidence_of_a_text_names_its_least_certain_sentence():
     assert found["least_sentence"] in row["summary"]
 
 
+ASKED = ["output.verify=true", 'prompt.verification="Is it so?"']
+VERDICT = pa.struct({"field": pa.string(), "sentence": pa.string(), "probability": pa.float64()})
+
+
+def test_each_sentence_has_a_verdict_and_none_is_flagged_until_a_limit_is_set():
+    """The text is that of a run without."""
+    ends = ["decoding.max_new_tokens=400", "decoding.stop=['e']"]
+    config = RunConfig.load(CONFIG, ["output.path=unused", "input.id_column=doc_id", *ends])
+    table = pa.table({"text": ["The committee met. It rained.", None], "doc_id": ["a", "b"]})
+    plain = Summarizer(config)(table)
+    assert "verdicts" not in plain.column_names
+    for limits in ([], ["output.verify_below=1.0"]):
+        found = Summarizer(RunConfig.load(config, [*ASKED, *limits]))(table)
+        assert found.schema.field("verdicts").type == pa.list_(VERDICT)
+        [done, failed] = found.to_pylist()
+        assert failed["verdicts"] is None
+        assert done["summary"] == plain["summary"][0].as_py()
+        assert ("unsupported" in done["quality_flags"]) == bool(limits)
+        places = [done["summary"].find(each["sentence"]) for each in done["verdicts"]]
+        assert places == sorted(places)
+        assert places[0] == 0
+        assert all(0 < each["probability"] < 1 and each["field"] is None for each in done["verdicts"])
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("prompt.length_policy=parts", "output.verify asks about a document that was read whole"),
+        ("decoding.max_new_tokens=2", "raise it, or shorten prompt.verification"),
+        ('prompt.verification="Is {{ sentence }} in {{ document }}?"', "prompt.verification names document"),
+        ("output.verify_below=1.5", "output.verify_below must be above 0 and at most 1"),
+    ],
+)
+def test_what_keeps_a_question_from_being_asked_is_refused(override, message):
+    assert message in refused(lambda: Summarizer(RunConfig.load(CONFIG, ["output.path=unused", *ASKED, override])))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("most, code", [(200, 0), (80, 3)])
 def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path, most, code):
@@ -106,6 +143,8 @@ def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path, most, code):
         "output.sources=true",
         "output.figures=true",
         "output.confidence=true",
+        *ASKED,
+        "output.verify_below=1.0",
         "output.column=answer",
         "input.id_column=doc",
         f"decoding.max_new_tokens={most}",
@@ -129,10 +168,15 @@ def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path, most, code):
         assert all((value is None) == (row[name] == []) for name, value in row["confidence"].items())
         [found] = row["evidence"]
         assert (found["field"], found["value"]) == ("said", row["said"])
+        [verdict] = row["verdicts"]
+        assert (verdict["field"], verdict["sentence"]) == ("said", row["said"])
+        assert "unsupported" in row["quality_flags"]
         begin = found["begin"]
         assert begin is None or texts[row["doc_id"]][begin : found["end"]].lower() == row["said"]
     report = read_json(tmp_path / "out" / "report.json")
     assert report["evidence"]["said"]["strings"] == 2
+    probabilities = [each["probability"] for row in rows(tmp_path / "out" / "summaries") for each in row["verdicts"]]
+    assert report["verdicts"] == {"sentences": 2, "asked": 2, "tenth_percentile": min(probabilities)}
     assert report["figures"] == {"figures": num_missing, "rounded": 0, "derived": 0, "not_found": num_missing}
 
 

@@ -23,8 +23,8 @@ LEAST = {
 KEYS = {
     "input": "path text_column id_column pages_column on_bad_id passthrough "
     "reference_column gold instruction_column options_column filter sample except_done_in redo_in redo limit",
-    "output": "path column schema sources figures confidence rules",
-    "prompt": "instruction examples template_options system length_policy max_prompt_tokens",
+    "output": "path column schema sources figures confidence verify verify_below rules",
+    "prompt": "instruction examples verification template_options system length_policy max_prompt_tokens",
     "parts": "tokens",
     "target": "model adapter dtype quantize",
     "draft": "kind model ngram feature_layers",

@@ -29,8 +29,8 @@ from tests.job.conftest import (
 from tests.refused import refused
 
 OUTLINE = {
-    "prompt": {"instruction": "{{ document }}\n\nWrite an outline for {{ reader }}."},
-    "output": {"column": "outline", "sources": True},
+    "prompt": {"instruction": "{{ document }}\n\nWrite an outline for {{ reader }}.", "verification": "So?"},
+    "output": {"column": "outline", "sources": True, "verify": True},
     "decoding": {"temperature": 0.7, "stop": ["t1"]},
 }
 KIND = {
@@ -93,6 +93,7 @@ def test_answers_are_those_of_runs_of_their_own(changes, ask):
             assert [task[key] for key in same] == [own[key] for key in same]
             assert (task["name"], task["text"]) == (name, own[OWN[name][0]])
     for row in together:
+        assert row["verdicts"] == row["tasks"][0]["verdicts"]
         for count in ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_requests"):
             assert row[count] == sum(task[count] for task in row["tasks"])
         if row["doc_id"] != "a":  # of which too little is equal

@@ -47,7 +47,7 @@ from specextend.core import DocumentKey
 from specextend.data.prompts import PromptOptions
 from specextend.data.prompts import Prompts
 from specextend.data.source import open_source
-from specextend.document_requests import Task
+from specextend.requests.tasks import Task
 from specextend.models.causal_lm import load_tokenizer
 
 path, model = sys.argv[1:]

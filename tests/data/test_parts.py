@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import around_document
 from specextend.data.prompts import PartOptions, PromptOptions, Prompts
-from specextend.document_requests import PartPrompts, split
+from specextend.requests.splitting import PartPrompts, split
 
 WORDS = st.lists(
     st.sampled_from(["word", "a", "end.", "\n", "\n\n", "# head", "Chapter 2", "\f", "。", "é"]), min_size=1

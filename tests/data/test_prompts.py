@@ -407,6 +407,25 @@ def test_a_prompt_is_that_of_transformers_to_the_token(kind, template):
         assert prompts.render(text, 0).token_ids == expected
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "unigram"])  # which has ties over whole texts
+@pytest.mark.parametrize("template", ["llama-3", "mistral", "qwen", "gemma", "none"])
+def test_a_question_stands_in_the_place_of_what_follows_the_document(kind, template):
+    """Its tokens are those of a prompt that asks it, after what the target has read already."""
+    tokenizer = copy.copy(tokenizer_like(kind))
+    tokenizer.chat_template = TEMPLATES[template]
+    prompts = Prompts(tokenizer, PromptOptions(instruction="Read.\n\n{{ document }}\n\nSay it in short."), 10_000)
+    asked = ["True? The report</s> ends.", "True?  Nobody reads it."]
+    for text in (*DOCUMENTS, "A long report. " * 90):
+        prompt = prompts.render(text, 0)
+        found = prompts.questions(prompt, text, None, asked)
+        assert 0 < found.num_read < len(prompt.token_ids)
+        for question, token_ids in zip(asked, found.token_ids, strict=True):
+            expected = prompts.render(text, 0, ("Read.\n\n", f"\n\n{question}")).token_ids
+            given = [*prompt.token_ids[: found.num_read], *token_ids]
+            assert given[: len(expected)] == expected
+            assert len(given) - len(expected) <= 2, "but for what both answers begin with"
+
+
 PIECES = [
     *CONTROL,
     *ADDED,

@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from specextend.core import Questions, SamplingParams
 from specextend.data.answers import choices_of, schema_of
 from specextend.models.causal_lm import load_tokenizer
 from tests.tiny_models import (
@@ -85,6 +87,70 @@ def test_log_probabilities_are_those_of_transformers(mode, draft, batch, tempera
         )
         answer = json.loads(text)
         assert [*answer] == [*FIELDS]
+
+
+ROOM = 200
+"""Tokens of an output that has questions."""
+ASKED = [random_prompt(size, seed=size) for size in (12, 30, 60, 7, 120, 90, 33, ROOM)]
+"""What questions end with, a tree full and more; the last one is too long."""
+
+
+def questions_of(length):
+    """Of a prompt whose last ten tokens they replace, with a beginning that all have."""
+    shared = random_prompt(40, seed=length)
+    return Questions(length - 10, [[*shared, *each] for each in ASKED], 7, 9)
+
+
+@torch.inference_mode()
+def verdicts_of(model, length):
+    found = questions_of(length)
+    prompt = random_prompt(length)[: found.num_read]
+    logits = [model(torch.tensor([[*prompt, *each]])).logits[0, -1, [7, 9]] for each in found.token_ids]
+    return [float(each.double().softmax(0)[0]) for each in logits[:-1]]
+
+
+@pytest.mark.parametrize("mode, draft, batch", [("autoregressive", None, 1), ("tree", "good", 4)])
+def test_verdicts_are_those_of_transformers_and_change_no_token(mode, draft, batch, pair):
+    """Of an output that ends with its first token, too, and beside outputs that nobody asks about."""
+    given = () if draft is None else (draft,)
+    engine = tiny_engine(pair, *given, decoding__mode=mode, decoding__max_batch_size=batch)
+    requests = [request("unasked", random_prompt(37), 60), *(of_length(length, ROOM) for length in LENGTHS)]
+    alone = {each.request_id: each for each in engine.generate(requests)}
+    [first] = engine.generate([of_length(71, 1)])
+    stops = SamplingParams(stop=(first.text,)) if first.text else SamplingParams()
+    asked = [
+        requests[0],
+        *(replace(each, questions=partial(asks, len(each.prompt_token_ids))) for each in requests[1:]),
+    ]
+    asked.append(replace(asked[2], request_id="stopped", sampling=stops))
+    model = load_reference(pair)
+    for found in engine.generate(asked):
+        if found.request_id == "unasked":
+            assert found.verdicts == ()
+            continue
+        length = 71 if found.request_id == "stopped" else int(found.request_id)
+        if found.request_id != "stopped":
+            assert found.token_ids == alone[found.request_id].token_ids
+        *probabilities, too_long = found.verdicts
+        assert too_long is None
+        assert probabilities == pytest.approx(verdicts_of(model, length), abs=1e-4)
+
+
+def test_a_prompt_that_is_asked_again_does_not_see_the_questions(pair):
+    """They stand where the rest of the prompt stood, whose rows the next prompt would take over."""
+    engine = tiny_engine(pair, "good", decoding__max_batch_size=1)
+    written = of_length(400, ROOM)
+    [expected] = engine.generate([written])
+    asked = replace(written, request_id="asked", questions=partial(asks, 400))
+    found = [*engine.generate([asked, replace(written, request_id="again")])]
+    assert [each.token_ids for each in found] == [expected.token_ids] * 2
+    assert 256 < found[1].stats.num_cached_tokens < 390
+
+
+def asks(length, text, token_ids):
+    """What a request asks once its output is there."""
+    assert token_ids
+    return questions_of(length)
 
 
 @pytest.mark.parametrize("most", [1, 12])

@@ -11,7 +11,8 @@ from specextend import RunConfig, Summarizer, load_engine
 from specextend.core import Completion, DocumentKey
 from specextend.data.prompts import Prompts
 from specextend.data.rows import Row
-from specextend.document_requests import Task, advance, answer, check_requests, summarize
+from specextend.requests.rounds import advance, check_requests, summarize
+from specextend.requests.tasks import Task, answer
 from specextend.stats import DecodingStats
 from tests.tiny_models import random_prompt, tiny_config
 

@@ -1,0 +1,1 @@
+"""Requests for the engine: how documents become requests, and outcomes become rows."""
