@@ -1,8 +1,8 @@
 """The report of a run, and the comparison of two runs."""
 
 from specextend.report.build import build_report, read_report, write_report
+from specextend.report.charts import RunFigures
 from specextend.report.comparison import compare, render_comparison
-from specextend.report.figures import RunFigures
 from specextend.report.sections import render, render_audit, render_outcome
 
 __all__ = [

@@ -22,7 +22,7 @@ from specextend.data.run_folder import (
 )
 from specextend.data.storage import Location, is_uri, read_bytes, resolve, write_bytes
 from specextend.report.advice import give_advice
-from specextend.report.figures import (
+from specextend.report.charts import (
     DONE_COLUMNS,
     ERROR_COLUMNS,
     RunFigures,

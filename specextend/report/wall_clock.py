@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from specextend.core import ReadOnly, Values
 from specextend.data.run_folder import RELEASED, Heartbeat, Start, parse_time, time_text
-from specextend.report.figures import RunFigures
+from specextend.report.charts import RunFigures
 
 FINISHED = (0, 3)
 """Exit codes of a start without open documents."""
