@@ -207,6 +207,8 @@ def export_answers(
     Raises:
         ValueError: As `newest_answers`; or the folder holds files, or no run has a column.
     """
+    for output in outputs:
+        _Run.read(output)  # first of all, is there a run?
     check_place(outputs, to, replaces)
     found = newest_answers(outputs, only_ids_in)
     schema = narrowed(found.schema, form.columns)
