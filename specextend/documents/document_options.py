@@ -42,7 +42,7 @@ class DocumentOptions:
     patterns: Sequence[str] = ()
     """Patterns of paths, such as `*.md`; empty: all known formats."""
     encoding: str | None = None
-    """Encoding of files that are not UTF-8 and name none; None refuses them."""
+    """Encoding of files that are not UTF-8 and name none."""
     keep_lines: bool = False
     """Keep the lines of PDFs instead of joining paragraphs."""
     main_only: bool = False
@@ -58,9 +58,7 @@ class DocumentOptions:
     memory_gib: float = 4.0
     """Memory limit of each process."""
     reader: str | None = None
-    """`module:function` of the user, from path and bytes of a file to its text, a list of the texts
-    of its pages, or None to leave the file to specextend.
-    """
+    """`module:function` from path and bytes to a text, texts of pages, or None."""
     limit: int | None = None
     """Most files of one call."""
     remove_gone: bool = False

@@ -28,9 +28,7 @@ COUNTS = (
     "hidden_instruction",
     "left_out_characters",
 )
-"""Columns that count losses of text: scanned pages and unmapped characters of PDFs, hidden
-characters and instructions to a model, and the characters that `--main-only` left out.
-"""
+"""Columns that count lost text; docs/documents.md explains them."""
 COLUMNS = {
     "id": pa.string(),
     "title": pa.string(),
@@ -71,8 +69,8 @@ _GROUP_BYTES = 1 << 20
 def write_rows(rows: Iterable[Values], target: Location) -> int:
     """Write rows as one Parquet file, whole or not at all; return their number.
 
-    Columns hold Booleans, numbers or text. Lists, objects and mixed values become JSON. Without
-    rows there is no file.
+    Columns hold Booleans, numbers or text; all other and mixed values become JSON. Without rows
+    there is no file.
     """
     num_rows = 0
     with temporary_folder() as scratch:  # the last row may change a type
@@ -170,7 +168,7 @@ def list_parts(folder: Location) -> dict[str, int]:
 
 
 def new_part(folder: Location) -> Location:
-    """Return the location of a new part after all others; no process chooses it twice."""
+    """Return a new location after all parts."""
     last = max((int(name.split("-")[1]) for name in list_parts(folder)), default=0)
     return folder.child(f"part-{last + 1:06}-{secrets.token_hex(4)}.parquet")
 
@@ -200,14 +198,10 @@ def _read(part: Location, names: list[str]) -> pa.Table:
 
 
 def settle(folder: Location, without: Collection[str] = ()) -> tuple[int, list[Failure]]:
-    """Remove repeated ids and rows of some files, unify the schema, and join small parts.
+    """Remove repeated ids and rows of the files `without`, unify the schema, and join small parts.
 
-    A part is deleted after its rows were written to another one. If the process ends in between,
-    the next call removes the repeated rows.
-
-    Args:
-        folder: Data set.
-        without: Paths of the files to remove.
+    New parts are written before old ones are deleted. After a crash in between, the next call
+    removes the repeated rows.
 
     Returns:
         Number of rows, and a failure for each repeated id.

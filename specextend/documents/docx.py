@@ -61,12 +61,7 @@ def read_docx(data: bytes, options: DocumentOptions) -> Text:
 
 
 def _plain_word(part: bytes, hidden: list[str]) -> bytes:
-    """Return XML of which mammoth reads all visible text.
-
-    Args:
-        part: XML of a DOCX.
-        hidden: List to which hidden texts are added.
-    """
+    """Return XML of which mammoth reads all visible text; add the rest to `hidden`."""
     root = ElementTree.fromstring(part)
     space = root.tag.partition("}")[0] + "}"
     for node in [*root.iter()]:

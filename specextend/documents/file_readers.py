@@ -41,7 +41,7 @@ from specextend.documents.text import num_visible
 _AHEAD = 64
 """Most files per process that are read ahead."""
 _HOPELESS = 1000
-"""Bad rows at the beginning of a table after which it is given up."""
+"""Bad rows after which a table without good rows is given up."""
 _BUFFER = 1 << 20
 """Bytes of a table per request to its store."""
 
@@ -114,9 +114,7 @@ def _parse(
 def _given(path: str, data: bytes, options: DocumentOptions) -> Text | None:
     """Return the text of a file by the reader of the user; None without one.
 
-    Raises:
-        UnreadableError: The reader failed.
-        InputError: The reader cannot be loaded, or returned a wrong type.
+    Raises UnreadableError for a failure of the reader, InputError for a wrong type.
     """
     if options.reader is None:
         return None
@@ -266,13 +264,7 @@ def check_reader(folder: Location, options: DocumentOptions) -> None:
 def read_files(
     files: Iterable[SourceFile], folder: Location, options: DocumentOptions
 ) -> Generator[Reading, None, None]:
-    """Read files in parallel; yield the readings in order.
-
-    Args:
-        files: Files to read.
-        folder: Data set, for the parts of tables.
-        options: Options of the command.
-    """
+    """Read files in parallel; yield the readings in order. Parts of tables go into `folder`."""
     readers = [_Reader(folder, options) for _ in range(options.workers)]
     idle = deque(readers)  # as many as threads
 

@@ -69,7 +69,7 @@ def read_document(
 
     Raises:
         UnreadableError: The file has no text.
-        Exception: Parsers raise any error on damaged bytes.
+        Exception: The bytes are damaged.
     """
     title, text, counts, pages, labels = given or _READERS[kind](data, options)
     texts = [*map(_clean, pages or [text])]

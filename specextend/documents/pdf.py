@@ -265,10 +265,9 @@ def _with_notes(glyphs: list[_Glyph], notes: list[_Glyph]) -> str:
 
 
 def _label(glyphs: list[_Glyph], note: _Glyph) -> tuple[int, bool]:
-    """Return the number of the character beside a note, and True if the note follows it.
+    """Return the number of a character, and True if the note follows it.
 
-    The label is the nearest word on the line of the note, unless a word above or below is much
-    nearer.
+    The label is the nearest word, with a preference for the line of the note.
     """
     left, bottom, right, top = note.box
     nearest = math.inf
@@ -288,13 +287,9 @@ def _label(glyphs: list[_Glyph], note: _Glyph) -> tuple[int, bool]:
 
 
 def join_lines(text: str, compounds: Container[str]) -> str:
-    """Join the lines of each paragraph of a page, and divided words.
+    """Join the lines of each paragraph of a page; divided words keep their hyphen in `compounds`.
 
     Short lines end a paragraph; empty lines and items of lists begin one.
-
-    Args:
-        text: Text of the page.
-        compounds: Hyphenated words of the document in lower case.
     """
     lines = [line.strip() for line in text.splitlines()]
     lengths = sorted(map(len, filter(None, lines))) or [0]

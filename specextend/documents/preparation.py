@@ -103,10 +103,10 @@ def prepare_documents(
     options: DocumentOptions,
     on_progress: Callable[[int, int], None],
 ) -> Prepared:
-    """Bring a data set up to date with its files.
+    """Bring a data set up to date with files, folders and globs.
 
     Args:
-        sources: Files, folders and globs, local or URIs.
+        sources: Paths or URIs.
         output: Folder of the data set.
         options: Options of the command.
         on_progress: Called with the numbers of read and of all files.
@@ -155,7 +155,7 @@ def prepare_documents(
 
 
 def _remember(failure: Failure) -> Failure:
-    """Return the failure of an earlier call for a file that is gone."""
+    """Return the earlier failure of a file that is gone."""
     if failure.reason == GONE:
         return failure
     return failure._replace(
@@ -186,7 +186,7 @@ def prepare_rows(
 
 
 def _open(output: str) -> Location:
-    """Return the folder of a data set without temporary files. Raises InputError for a file."""
+    """Return the folder of a data set, without temporary files."""
     folder = resolve(output)
     if folder.info.is_file:
         raise InputError(f"{output} is a file; name a folder for the data set")
@@ -197,9 +197,9 @@ def _open(output: str) -> Location:
 def find_files(
     sources: Sequence[str], options: DocumentOptions, output: Location
 ) -> tuple[list[SourceFile], list[Failure]]:
-    """Find files in the order of their paths; return them, and the files left out by name.
+    """Return the files of sources by path, and the files left out by name.
 
-    The id of a file is its path below the source, or the whole path if there are several sources.
+    The id is the path below the source, or the whole path with several sources.
     """
     found: dict[str, SourceFile] = {}
     others: dict[str, Failure] = {}
@@ -255,9 +255,7 @@ def _kind(path: str, relative: str, is_named: bool, options: DocumentOptions) ->
 
 
 def _list(source: str) -> tuple[Location, tuple[str, ...], list[FoundFile]]:
-    """Return the folder of a source, the pattern below it, and its files; hidden files need their
-    full name. Raises InputError.
-    """
+    """Return folder, pattern and files of a source; hidden files need their full name."""
     found = find(resolve(source), _HIDDEN)
     if found is None:
         raise InputError(f"{source} does not exist; give a file, a folder or a glob")
@@ -281,7 +279,7 @@ def _add(
     failures: list[Failure],
     on_progress: Callable[[int], None],
 ) -> tuple[int, Counter[str]]:
-    """Add readings to the data set; return its number of documents, and sums of `COUNTS`."""
+    """Add readings to the data set; return its size, and sums of `COUNTS`."""
     rows: list[Values] = []
     counts: Counter[str] = Counter()
     num_bytes = 0

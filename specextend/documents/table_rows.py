@@ -91,11 +91,7 @@ def _number(text: str) -> float:
 
 
 def _csv_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[NumberedRow]:
-    """Yield rows, each with the number of its last line.
-
-    The separator is the most frequent one in the header. Raises UnreadableError for ambiguous
-    quotes.
-    """
+    """Yield rows with their last line. Raises UnreadableError for ambiguous quotes."""
     csv.field_size_limit(sys.maxsize)
     lines = decoded_lines(file, options.encoding)
     separator = ""

@@ -56,12 +56,7 @@ _INSTRUCTION = re.compile(
 
 
 def hidden_counts(text: str, shown: str = "") -> dict[str, int]:
-    """Count hidden characters, and hidden instructions to a model.
-
-    Args:
-        text: Text with the hidden parts.
-        shown: Part of `text` that readers see.
-    """
+    """Count characters and instructions to a model in `text`, less those in `shown`."""
     instructions = [len(_INSTRUCTION.findall(each)) for each in (text, shown)]
     return {
         "hidden_characters": num_visible(text) - num_visible(shown),
