@@ -318,6 +318,8 @@ _REJECTED = {
     "no room for a document": "PromptTooLong",
 }
 """Checks, and the error class of rows that fail them."""
+_SELDOM = {"BadId": "null or repeated id", "BadPages": "pages that do not fit the text"}
+"""Error classes, and checks that are shown only if a row fails them."""
 _MEMORY = {
     "target_weights": "weights of the target",
     "draft_weights": "weights of the draft",
@@ -491,8 +493,9 @@ def _checks(checked: CheckedRun, plan: Plan) -> list[Values]:
         *((check, counts[name], "error rows") for check, name in _REJECTED.items()),
         ("over the prompt limit", plan.num_over_length, over),
     ]
-    if counts["BadId"]:
-        found.append(("null or repeated id", counts["BadId"], "error rows"))
+    for name, check in _SELDOM.items():
+        if counts[name]:
+            found.append((check, counts[name], "error rows"))
     if skipped := checked.source.skipped:
         found.append(("files of another kind", None, f"skipped: {describe_skipped(skipped)}"))
     if repeated := checked.source.num_repeated:

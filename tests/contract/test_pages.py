@@ -3,7 +3,7 @@
 import pyarrow.parquet as pq
 
 from tests.data.test_documents import pages
-from tests.job.conftest import on, read_json, rows, specextend
+from tests.job.conftest import CONFIG, on, read_json, rows, specextend, write_corpus
 
 SCHEMA = "{said: {type: string, pattern: '^Budget$'}}"
 
@@ -26,3 +26,11 @@ def test_a_run_names_the_pages_of_a_pdf_and_its_report_knows_the_file(summarize_
     report = read_json(tmp_path / "out" / "report.json")
     files = {text["doc_id"]: text["pdf"] for text in report["texts"]["random"]}
     assert files == {"a b.pdf": (tmp_path / "in" / "a b.pdf").as_uri(), "c.txt": None}
+
+
+def test_a_plan_counts_pages_that_do_not_fit_their_text(plan, tmp_path):
+    """A column of another text is found before the night, not after it."""
+    corpus = write_corpus(tmp_path / "a.parquet", ["one", "two"], starts=[[0, 2], [0, 9]])
+    said = plan("--config", CONFIG, *on(corpus, tmp_path / "out", "input.id_column=null", "input.pages_column=starts"))
+    assert "2 of 2 rows to do, 1 of them rejected" in " ".join(said.stdout.split())
+    assert "pages that do not fit the text" in said.stdout
