@@ -273,7 +273,6 @@ def _form(to: str, place: Location, kind: str | None, columns: str, is_safe: boo
 
 
 def _check_not_redone(output: Location) -> None:
-    """Raise UsageError for a run with redone rows."""
     from specextend.data.run_folder import REDONE, inner_runs
 
     if inner_runs(output, REDONE):
@@ -284,7 +283,6 @@ def _check_not_redone(output: Location) -> None:
 
 
 def _draw(run: str, to: str, form: Form, sample: int, by: str | None, replace: bool) -> int:
-    """Write a sample for people to judge, and return the exit code."""
     from specextend.data.storage import resolve
     from specextend.report.formats import format_of
     from specextend.report.review import draw_sample
@@ -302,7 +300,6 @@ def _draw(run: str, to: str, form: Form, sample: int, by: str | None, replace: b
 
 
 def _write_responses(output: Location, place: Location, to: str, replace: bool) -> int:
-    """Write responses of the Batch API, and return the exit code."""
     from specextend.report.export import check_place
     from specextend.report.result_rows import write_responses
 
@@ -313,7 +310,6 @@ def _write_responses(output: Location, place: Location, to: str, replace: bool) 
 
 
 def _follow(output: Location, folder: Location, form: Form, to: str) -> int:
-    """Export a run in progress, and return the exit code."""
     from specextend.cluster.exits import EXIT_INTERRUPTED
     from specextend.cluster.lock import read_lock
     from specextend.report.export import follow
@@ -335,7 +331,6 @@ def _follow(output: Location, folder: Location, form: Form, to: str) -> int:
 
 
 def _say(exported: Exported, to: str) -> str:
-    """Describe an export in one line."""
     parts = [f"{_of(exported.done, exported.rows)} in {to}"]
     if exported.failed:
         parts.append(f"{exported.failed:,} failed")

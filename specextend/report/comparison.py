@@ -164,7 +164,6 @@ def _setting(value: Any) -> str:
 
 
 def _text_lines(texts: ReadOnly) -> list[str]:
-    """Describe the differences of texts in sentences."""
     differing = texts["differing"]
     common = texts["common"]
     of_all = f"{differing:,} of {counted(common, 'text')} ({percent(ratio(differing, common))})"

@@ -158,7 +158,6 @@ def _seats(timeline: ReadOnly) -> dict[str, list[ReadOnly]]:
 
 
 def _state(report: ReadOnly) -> str:
-    """Return the state of the run in a few words."""
     if not report["starts"]:
         return "no start recorded"
     last = report["starts"][-1]
@@ -171,7 +170,6 @@ def _state(report: ReadOnly) -> str:
 
 
 def _config(report: ReadOnly) -> str:
-    """Return the configuration in the report as JSON."""
     run = report["run"] or {}
     shown = {
         name: value
