@@ -166,7 +166,6 @@ def _not_prepared(manifest: Values) -> dict[str, int]:
 
 
 def _run(manifest: Values) -> Values:
-    """Select configuration and models for readers of the report."""
     config = manifest["config"]
     sections = ("prompt", "target", "draft", "decoding", "attention", "tree", "cache", "job")
     named = {name: config.get(name) for name in sections}

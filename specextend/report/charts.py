@@ -250,7 +250,6 @@ class RunFigures:
 
 
 def _of_phases(form: str) -> str:
-    """Return an SQL struct with a field for each phase."""
     return "{" + ", ".join(f"'{name.removesuffix('_s')}': {name} / {form}" for name in PHASES) + "}"
 
 
@@ -368,7 +367,6 @@ def _spread(figures: RunFigures, name: str) -> Values | None:
 
 
 def _counts(figures: RunFigures, name: str) -> dict[str, int]:
-    """Count the rows by value, most frequent first."""
     query = (
         f"SELECT {name} AS value, count(*) AS n FROM done WHERE value IS NOT NULL GROUP BY "
         "1 ORDER BY n DESC, 1"

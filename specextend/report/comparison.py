@@ -106,7 +106,6 @@ def _compare_texts(here: Location, there: Location) -> Values:
 
 
 def _settings(folder: Location, report: ReadOnly) -> Values:
-    """Return configuration, hashes of models, versions and code of a run, by dotted name."""
     manifest = read_manifest(folder)
     last = report["starts"][-1] if report["starts"] else {"versions": None, "git_commit": None}
     settings = {f"version of {name}": version for name, version in (last["versions"] or {}).items()}

@@ -302,7 +302,6 @@ def _common_schema(runs: Sequence[_Run]) -> pa.Schema:
 
 
 def _ids_of_input(path: str, run: _Run) -> pa.ChunkedArray:
-    """Read the ids of an input with the column names of a run."""
     names = {name: run.manifest["config"]["input"][name] for name in ("text_column", "id_column")}
     source = open_source(InputOptions(path=path, **names))
     return pa.chunked_array(
@@ -311,7 +310,6 @@ def _ids_of_input(path: str, run: _Run) -> pa.ChunkedArray:
 
 
 def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[Mask], Exported]:
-    """Choose the first answer to each id of runs in order."""
     files = [
         (file, is_answer, is_answer and bool(run.manifest.get("config", {}).get("tasks")))
         for run in runs

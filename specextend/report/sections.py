@@ -440,7 +440,6 @@ def _phases(time: ReadOnly) -> Section:
 
 
 def _of_texts(report: ReadOnly) -> Iterator[Section]:
-    """Yield the tables whose shares are of all texts."""
     done = num_texts(report)
 
     def counts(found: Mapping[str, int]) -> list[Values]:
@@ -566,7 +565,6 @@ def render_outcome(report: ReadOnly, width: int = 110) -> str:
 
 
 def _failures(report: ReadOnly) -> str:
-    """Count failed rows by class, with an example of the first class."""
     failed = number(report["rows"]["errors"])
     errors = report["errors"]
     if not errors:

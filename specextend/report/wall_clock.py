@@ -261,7 +261,6 @@ def clock_sections(
 
 
 def _collect(starts: Sequence[Start], figures: RunFigures, heartbeat: Heartbeat | None) -> None:
-    """Create the tables of starts and workers, and their joins with the rows."""
     beats = [*(start.took_over for start in starts), heartbeat]
     signs = [(beat.run_id, beat.heartbeat) for beat in beats if beat is not None]
     signs += [(start.run_id, start.seen) for start in starts if start.seen is not None]
@@ -292,7 +291,6 @@ def _collect(starts: Sequence[Start], figures: RunFigures, heartbeat: Heartbeat 
 
 
 def _start(start: Start, paid: ReadOnly) -> Values:
-    """Describe a start; None for values without a record."""
     of_record = ("run_id", "begin", "end", "exit_code", "versions", "git_commit")
     of_rows = ("seconds", "documents", "documents_per_hour", "workers", "worker_hours", "paid_s")
     return {
