@@ -82,7 +82,6 @@ class Engine:
 
         Args:
             drafter: Draft; None: all steps are plain.
-            eos_token_ids: Tokens that end an output.
             max_tokens: Largest sum of prompt and output tokens.
             cache: Part of the text that the draft sees.
             adaptive: Cuts trees and pauses drafts; None: every step verifies whole trees.
