@@ -78,8 +78,7 @@ def check_input(
         The files with their row counts, the passthrough fields, and the filter fields.
 
     Raises:
-        InputError: The message lists all unusable files.
-        InputUnreachableError: The store does not answer for a file.
+        InputError: Some files are unusable; the message lists them.
     """
     options = reader.options
     check_names(options, output or OutputOptions(path="unused"))

@@ -105,7 +105,6 @@ def read_commit(
     Raises:
         DamagedCommitError: The commit does not parse. Our writers never leave such a file.
         StrangeCommitError: The commit has another fingerprint.
-        OSError: The commit is out of reach.
     """
     location = commits_folder(output).child(name)
     wanted = pa.schema([COMMIT_SCHEMA.field(column) for column in columns], {_NAME_OF: name})
@@ -291,10 +290,6 @@ def read_results(
         columns: Columns to read, including KEY_COLUMNS.
         fingerprint: As for `read_commits`.
         settled: Receives the states.
-
-    Raises:
-        DamagedCommitError: A commit does not parse.
-        StrangeCommitError: A commit has another fingerprint.
     """
     sizes = commit_sizes(output)
     if not fingerprint and (manifest := read_manifest(output)) is not None:
@@ -328,7 +323,6 @@ def state_of(results: pa.Table) -> int:
 
 
 def _states(table: pa.Table) -> NDArray[np.uint8]:
-    """Return the state of each result."""
     has_text = table["finish_reason"].is_valid().to_numpy()
     is_done = table["error_class"].is_null().to_numpy()
     return np.where(is_done, DONE, np.where(has_text, PARTIAL, FAILED)).astype(np.uint8)

@@ -169,7 +169,6 @@ class FigureIndex:
 
     @cached_property
     def _bounds(self) -> list[int]:
-        """Bounds of the passages."""
         ends = (found.start() for found in _PASSAGE_END.finditer(self._document))
         return [0, *ends, len(self._document)]
 

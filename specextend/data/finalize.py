@@ -93,8 +93,6 @@ def finalize(
 
     Raises:
         ReconciliationError: A row has no result, or a result no row.
-        DamagedCommitError: A commit is damaged.
-        StrangeCommitError: A commit belongs to another run.
         InputError: The input changed or cannot be read.
     """
     for _ in in_order(source.check_unchanged, [file.number for file in source.files]):
@@ -427,14 +425,12 @@ class SortedRows:
             yield _in_order(pa.concat_tables(taken)).select(self._names)
 
     def _sorted(self) -> pa.Table:
-        """Sort and remove the buffered rows."""
         table = pa.concat_tables([self._schema.empty_table(), *self._waiting])
         self._waiting = []
         self._num_bytes = 0
         return _in_order(table)
 
     def _store(self) -> None:
-        """Write the buffered rows to a temporary file."""
         with temporary_room():
             file = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
             self._files.append(file)

@@ -48,11 +48,13 @@ def read_file(
     """Return the result of `read`. A file that does not parse is read twice.
 
     Args:
+        location: The file.
+        read: Reads the open file.
+        damaged: Makes the error for a damaged file.
         num_bytes: Size of the file in the listing.
 
     Raises:
         OSError: The file is out of reach.
-        Exception: The error made by `damaged`.
     """
     try:
         with location.filesystem.open_input_file(location.path) as file:

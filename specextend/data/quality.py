@@ -225,7 +225,6 @@ def language_of(text: str) -> str | None:
 
 
 def _differ(one: str | None, other: str | None) -> bool:
-    """Return True if both are known and differ."""
     return one is not None and other is not None and one != other
 
 
@@ -349,7 +348,6 @@ def _whole_words(text: str, begin: int, end: int) -> tuple[int, int]:
 
 
 def _plain(text: str) -> str:
-    """Return a text of the same length in lower case, with plain spaces."""
     return lowered(text).translate(_SPACES)
 
 

@@ -51,13 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RowReader:
-    """Makes rows from column values.
-
-    Attributes:
-        options: Options of the input.
-        templates: Instructions of the tasks.
-        rule_columns: Passthrough columns named by rules.
-    """
+    """Makes rows from column values. `rule_columns` are passthrough columns named by rules."""
 
     options: InputOptions
     templates: tuple[Instruction, ...] = ()

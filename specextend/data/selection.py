@@ -118,18 +118,17 @@ def select_rows(
 ) -> Source:
     """Check the ids and choose the rows of a run.
 
-    Reads the filter columns, the ids if needed, and the text of rows in files modified since an
-    earlier run.
-
     Args:
-        notes: Notes about earlier runs to keep with the selection.
+        source: The input; texts are read only from files modified since an earlier run.
+        earlier: Outputs of earlier runs.
+        notes: Notes about earlier runs.
         checkpoint: Called between tables; may raise.
 
     Returns:
         The source, limited to the files with chosen rows.
 
     Raises:
-        InputError: Filter or sample leave no row. A run with everything done already is fine.
+        InputError: Filter or sample leave no row.
     """
     options = source.options
     num_rows = source.num_rows
@@ -244,7 +243,6 @@ def _size(database: Database) -> int:
 
 
 def _delete(database: Database, which: str) -> int:
-    """Delete rows and return their number."""
     [deleted] = database.select(f"DELETE {which}")
     return int(deleted["Count"])
 
@@ -263,7 +261,6 @@ def _limited(
 
 
 def _matching(source: Source, text: str, checkpoint: Checkpoint, file: InputFile) -> Ints:
-    """Return the rows of a file matched by the filter."""
     masks = [np.zeros(0, bool)]
     for table in gathered(source.filtered(file.number)):
         checkpoint()
@@ -340,14 +337,7 @@ def write_selection(source: Source, output: Location) -> None:
 
 
 def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> Source:
-    """Restore the rows saved by `write_selection`.
-
-    Args:
-        source: Source with the remaining files of the run.
-
-    Raises:
-        InputError: The file is damaged.
-    """
+    """Restore the rows saved by `write_selection` for the remaining files of the run."""
     location = selection_file(output)
     names = [*manifest["identity"]["files"]]
     damaged = damaged_as(InputError, location, "use another output folder")
@@ -409,11 +399,13 @@ def find_earlier(
     """Find the outputs of `input.except_done_in` with rows that count as done.
 
     Args:
+        paths: Output folders, or globs of them.
         own: Output folder of this run, which is skipped.
         manifest: Manifest of this run before rows are selected.
+        checkpoint: Called for each folder; may raise.
 
     Returns:
-        The outputs, and notes about outputs of other configurations and unfinished runs.
+        The outputs, and notes about skipped outputs.
 
     Raises:
         InputError: A path without wildcards is not an output folder.

@@ -125,8 +125,7 @@ class Source:
         Raises:
             DocumentError: Bad text, id, pages or `max_new_tokens`.
             OSError: The file is damaged at this row.
-            InputUnreachableError: The file is out of reach.
-            InputChangedError: The file was modified.
+            InputError: The file is out of reach or was modified.
         """
         row = self._row(key, self.reader.document_columns)
         [values] = plain_rows(row, self.reader.value_columns)
@@ -200,9 +199,7 @@ class Source:
         """Stream columns of a file in small tables. Missing passthrough columns are null.
 
         Raises:
-            InputError: The file is damaged.
-            InputUnreachableError: The file is out of reach.
-            InputChangedError: The file was modified; raised after the last table.
+            InputError: The file is damaged, out of reach, or (after the last table) modified.
         """
         file = self.files[number]
         damaged = partial(unreadable, file.relative_path)
@@ -213,7 +210,6 @@ class Source:
     def _tables(
         self, number: int, columns: list[str], parquet: pq.ParquetFile
     ) -> Iterator[pa.Table]:
-        """Yield the tables of an open file."""
         num_rows = 0
         expected = self.files[number].num_rows
         for batch in stream(parquet, columns):  # pyarrow skips missing columns
@@ -361,7 +357,6 @@ class Source:
         return ScannedRow(key, text, limit, error_class)
 
     def _row(self, key: DocumentKey, columns: list[str]) -> pa.Table:
-        """Read columns of one row."""
         group_rows = self.files[key.file].group_rows
         ends = list(accumulate(group_rows))
         group = bisect_right(ends, key.row)

@@ -199,7 +199,6 @@ def _split(uri: str) -> tuple[str, str, str, str]:
 
 
 def _local_path(uri: str) -> str:
-    """Return the path of a `file://` URI."""
     path = unquote(uri.removeprefix("file://").removeprefix("localhost"))
     if not path.startswith("/"):
         raise ValueError(
@@ -211,7 +210,7 @@ def _local_path(uri: str) -> str:
 def _encoded(uri: str) -> str:
     """Percent-encode a URI and add our parameters.
 
-    On S3, small files are uploaded in one request, so readers never see half a file.
+    On S3, small files are then uploaded in one request, never half.
     """
     scheme, authority, path, query = _split(uri)
     wanted = {"s3": "allow_delayed_open=true", "gs": f"retry_limit_seconds={_GCS_RETRY_S}"}.get(
@@ -263,12 +262,7 @@ def read_bytes(location: Location) -> bytes | None:
 
 
 def read_parsed(location: Location, parse: Callable[[bytes], Value]) -> Value | None:
-    """Parse a file; None if it does not exist. Content that does not parse is read twice.
-
-    Raises:
-        ValueError: Raised by `parse` for bad content.
-        OSError: The file is out of reach.
-    """
+    """Parse a file; None if it does not exist. Bad content is read twice; then `parse` raises."""
     data = read_bytes(location)
     if data is None:
         return None
@@ -284,7 +278,7 @@ def read_again(
     """Read a file again after its content did not parse.
 
     Args:
-        num_bytes: Size of the file in the listing, if known.
+        num_bytes: Size of the file in the listing.
 
     Raises:
         OutOfReachError: The store failed or sent fewer bytes than the file has. Any other exception
@@ -426,7 +420,6 @@ def _temporary(location: Location) -> Location:
 
 
 def _sync(path: str) -> None:
-    """Flush a file or a folder's entries to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -479,8 +472,7 @@ def in_order(
             exceed it.
 
     Raises:
-        Exception: Any exception of `function`, at its place in the order. No further call is
-            started.
+        Exception: An exception of `function`, in its place. No further call is started.
     """
     started: deque[tuple[Future[Value], int]] = deque()
     total = 0
