@@ -39,7 +39,6 @@ from specextend.data.parquet import (
     gathered,
     halved,
     open_parquet,
-    rows_where,
     stream,
     write_groups,
 )
@@ -99,15 +98,15 @@ def finalize(
         checkpoint()
     settled = Settled()
     ending = _Ending(source, output, checkpoint, words)
-    with closing(SortedRows(COMMIT_SCHEMA)) as rows:
+    summaries, errors = ending.folders
+    with closing(summaries.rows), closing(errors.rows):
         for table in read_results(output, COMMIT_SCHEMA.names, settled=settled):
             checkpoint()
-            ending.add(table)
-            rows.add(table)
+            ending.add(table).rows.add(table)
             observe(table)
         counts = _reconcile(source, settled)
         ending.find_generic()
-        stretches = ending.stretches(rows.tables())
+        stretches = chain(ending.stretches(summaries, settled), ending.stretches(errors, settled))
         for _ in in_order(
             ending.write, stretches, cost=lambda stretch: stretch.num_bytes, most=MOST_BYTES
         ):
@@ -149,17 +148,8 @@ def _reconcile(source: Source, settled: Settled) -> Counts:
     return Counts(source.num_rows, done, failed)
 
 
-class _Stretch(NamedTuple):
-    """The results of an input file in row order."""
-
-    number: int
-    tables: Iterable[pa.Table]
-    num_bytes: int
-    """Memory needed to write them."""
-
-
 class _Folder:
-    """A folder of results, with the commits of each file.
+    """A folder of results, with their rows and the commits of each file.
 
     Commits never change, so equal commits mean equal results, except for generic answers.
     """
@@ -169,6 +159,18 @@ class _Folder:
         self.schema = schema
         self.there = file_sizes(place)
         self.commits = defaultdict[int, set[str]](set)
+        self.rows = SortedRows(COMMIT_SCHEMA)
+
+
+class _Stretch(NamedTuple):
+    """The results of an input file in a folder, in row order."""
+
+    folder: _Folder
+    number: int
+    rows: Ints
+    tables: Iterable[pa.Table]
+    num_bytes: int
+    """Memory needed to write them."""
 
 
 class _Ending:
@@ -188,61 +190,54 @@ class _Ending:
         self._columns = output_columns(output)
         passed = source.passthrough_fields
         summaries = pa.schema([*summary_fields(self._columns), *passed])
-        self._summaries = _Folder(summaries_folder(output), summaries)
-        self._errors = _Folder(errors_folder(output), error_schema(passed, self._columns))
+        self.folders = (
+            _Folder(summaries_folder(output), summaries),
+            _Folder(errors_folder(output), error_schema(passed, self._columns)),
+        )
         self._provenance = partial(provenance, read_manifest(output), read_starts(output))
 
-    def add(self, table: pa.Table) -> None:
-        """Add the commit and words of a table of `read_results`."""
+    def add(self, table: pa.Table) -> _Folder:
+        """Add the commit and words of a table of `read_results`; return its folder."""
         self._words.add(table)
-        folder = self._errors if state_of(table) == FAILED else self._summaries
+        folder = self.folders[state_of(table) == FAILED]
         for number in np.unique(table["file"].to_numpy()).tolist():
             folder.commits[number].add(commit_of(table))
+        return folder
 
     def find_generic(self) -> None:
         """Find the generic answers once all results are added."""
         for found in self._words.flagged():
             self._generic[found["file"]][found["row"]] = found["tasks"]
 
-    def stretches(self, tables: Iterator[pa.Table]) -> Iterator[_Stretch]:
+    def stretches(self, folder: _Folder, settled: Settled) -> Iterator[_Stretch]:
         """Yield the results of each file; a large file is written at once instead."""
-        results = Tables(tables)
+        results = Tables(folder.rows.tables())
         for file in self._source.files:
-            rest = results.take(len(self._source.rows(file.number)))
+            states = settled.states(file.number, file.num_rows)
+            is_here = states == FAILED if folder is self.folders[1] else states > FAILED
+            rows = np.flatnonzero(is_here)
+            rest = results.take(len(rows))
             held: list[pa.Table] = []
             num_bytes = min(file.size, _HELD_BYTES) if self._source.passthrough_fields else 0
             for table in rest:
                 held.append(table)
                 num_bytes += table.nbytes
                 if num_bytes > 2 * _HELD_BYTES:
-                    self.write(_Stretch(file.number, chain(held, rest), num_bytes))
+                    self.write(_Stretch(folder, file.number, rows, chain(held, rest), num_bytes))
+                    deque(rest, maxlen=0)  # the file was up to date
                     break
             else:
-                yield _Stretch(file.number, held, num_bytes)
+                yield _Stretch(folder, file.number, rows, held, num_bytes)
 
     def is_written(self, number: int) -> bool:
         """Return True if both result files of an input file are up to date."""
-        return self._is_right(self._summaries, number) and self._is_right(self._errors, number)
+        return all(self._is_right(folder, number) for folder in self.folders)
 
     def write(self, stretch: _Stretch) -> None:
-        """Write both result files of an input file unless up to date."""
+        """Write or delete a result file unless up to date."""
         self._checkpoint()
+        folder = stretch.folder
         number = stretch.number
-        failed = list[pa.Table]()
-
-        def told_apart() -> Iterator[pa.Table]:
-            for given in stretch.tables:
-                table = with_flags(given, self._generic.get(number, {}))
-                failed.append(self._error_rows(table))
-                yield table
-
-        tables = told_apart()
-        self._write(self._summaries, number, self._summaries_of(number, tables))
-        deque(tables, maxlen=0)  # the summaries were up to date
-        self._write(self._errors, number, self._errors_of(number, failed))
-
-    def _write(self, folder: _Folder, number: int, tables: Iterator[pa.Table]) -> None:
-        """Write or delete one result file of an input file unless up to date."""
         if self._is_right(folder, number):
             return
         place = folder.place.child(result_name(number))
@@ -254,66 +249,51 @@ class _Ending:
         origin = self._provenance(dict.fromkeys(map(run_id_of, names)))
         metadata = {_DIGEST: self._digest(folder, number, names), PROVENANCE: origin}
         with atomic_output(place) as path:
-            write_groups(path, folder.schema.with_metadata(metadata), tables)
+            write_groups(path, folder.schema.with_metadata(metadata), self._tables(stretch))
 
     def _commits(self, folder: _Folder, number: int) -> list[str] | None:
         """Return the commits of a result file in order; None if there should be no file.
 
         Error rows depend on the commits of done rows too.
         """
+        summaries, errors = self.folders
         names = folder.commits[number]
-        if folder is self._errors:
+        if folder is errors:
             if not names:
                 return None
-            names = names | self._summaries.commits[number]
+            names = names | summaries.commits[number]
         return sorted(names, key=commit_order)
 
-    def _summaries_of(self, number: int, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-        """Yield summaries in row order, in tables."""
-        for results, passed in self._joined(number, COMMIT_SCHEMA, tables):
+    def _tables(self, stretch: _Stretch) -> Iterator[pa.Table]:
+        """Yield the columns of a result file, in tables."""
+        generic = self._generic.get(stretch.number, {})
+        for results, passed in self._joined(stretch):
             self._checkpoint()
-            columns = summary_columns(results, self._columns) + passed
-            table = pa.table(columns, schema=self._summaries.schema)
-            yield rows_where(table, _has_answers(results).to_numpy())
+            if stretch.folder is self.folders[1]:
+                columns = self._error_columns(results)
+            else:
+                columns = summary_columns(with_flags(results, generic), self._columns)
+            yield pa.table(columns + passed, schema=stretch.folder.schema)
 
-    def _errors_of(self, number: int, failed: list[pa.Table]) -> Iterator[pa.Table]:
-        """Yield error rows in tables, from the columns in `failed`."""
-        keys = [table["key"].combine_chunks().field("row").to_numpy() for table in failed]
-        schema = error_schema([], self._columns)
-        for results, passed in self._joined(number, schema, iter(failed), np.concatenate(keys)):
-            self._checkpoint()
-            yield pa.table(results.columns + passed, schema=self._errors.schema)
-
-    def _joined(
-        self,
-        number: int,
-        schema: pa.Schema,
-        tables: Iterator[pa.Table],
-        rows: Ints | None = None,
-    ) -> Iterator[tuple[pa.Table, list[pa.ChunkedArray]]]:
-        """Yield results with their passthrough columns, in tables.
-
-        `rows` limits the rows of the file; None means all rows of the run.
-        """
+    def _joined(self, stretch: _Stretch) -> Iterator[tuple[pa.Table, list[pa.ChunkedArray]]]:
+        """Yield results with their passthrough columns, in tables."""
         source = self._source
         names = [field.name for field in source.passthrough_fields]
         if not names:
-            yield from ((table, []) for table in gathered(tables))
+            yield from ((table, []) for table in gathered(stretch.tables))
             return
-        results = Tables(tables)
-        for batch in source.batches_of(number, names, rows):
-            taken = pa.concat_tables([schema.empty_table(), *results.take(len(batch))])
-            yield taken, source.passthrough(batch, number)
+        results = Tables(iter(stretch.tables))
+        for batch in source.batches_of(stretch.number, names, stretch.rows):
+            taken = pa.concat_tables([COMMIT_SCHEMA.empty_table(), *results.take(len(batch))])
+            yield taken, source.passthrough(batch, stretch.number)
 
-    def _error_rows(self, table: pa.Table) -> pa.Table:
-        """Return the error rows of a table, without passthrough columns."""
-        rows = table.filter(pc.invert(_has_answers(table)))
+    def _error_columns(self, rows: pa.Table) -> list[pa.ChunkedArray]:
+        """Return the columns of error rows, without passthrough columns."""
         keys = pc.make_struct(rows["file"], rows["row"], field_names=["file", "row"])
         names = [*ERROR_SCHEMA.names, *(["tasks"] if self._columns.others else [])]
         schema = error_schema([], self._columns)
-        return (
-            rows.append_column("key", keys).select(names).rename_columns(schema.names).cast(schema)
-        )
+        own = rows.append_column("key", keys).select(names)
+        return list(own.rename_columns(schema.names).cast(schema).columns)
 
     def _is_right(self, folder: _Folder, number: int) -> bool:
         """Return True if a result file is complete and up to date, or rightly missing.
@@ -343,15 +323,10 @@ class _Ending:
         return hashlib.sha256(content.encode()).hexdigest().encode()
 
 
-def _has_answers(results: pa.Table) -> pa.ChunkedArray:
-    """Return a mask of the rows for `summaries/`: done, or done in some tasks."""
-    return pc.or_(results["error_class"].is_null(), results["finish_reason"].is_valid())
-
-
 # Sort rows into input order
 
 
-BUFFER_BYTES = 128 << 20
+BUFFER_BYTES = 64 << 20
 """Bytes of rows sorted in memory before they go to temporary files."""
 _BATCH_BYTES = 768 << 10
 """Bytes per read of a temporary file, unless a single row is larger."""
