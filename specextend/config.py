@@ -29,6 +29,7 @@ from specextend.data.prompts import PartOptions, PromptOptions
 from specextend.data.quality import QualityOptions
 from specextend.data.schema import summary_fields, text_columns
 from specextend.decoding.decoding_options import (
+    NOT_TAKEN,
     AttentionOptions,
     CacheOptions,
     DecodingOptions,
@@ -168,7 +169,7 @@ class RunConfig(BaseModel):
         if self.draft is None and self.decoding.mode != "autoregressive":
             raise ValueError(
                 f"draft.kind and draft.model are missing: decoding.mode {self.decoding.mode} needs "
-                "a draft (autoregressive needs none, draft.kind ngram no model)"
+                "a draft (autoregressive needs none, draft.kind mtp and ngram no model)"
             )
         least = self.tree.depth + 2
         if self.cache.policy == "retrieval" and self.cache.recent < least:
@@ -542,15 +543,14 @@ _PATHS = (
     ("draft", "model"),
 )
 """Keys with local paths, in which variables are replaced."""
-_NOT_OF_NGRAM = ("model", "ngram")
-"""Keys of `draft` that do not apply to n-gram drafts."""
 
 
 def _drop_model_of_draft(values: Values, kind: object) -> None:
-    """Drop keys of `draft` that no longer apply if an n-gram draft replaces another."""
+    """Drop keys of `draft` that a new kind does not take."""
     draft = _keys(values, "draft")
-    if kind == "ngram" and draft and draft.get("kind") != kind:
-        values["draft"] = {key: draft[key] for key in draft if key not in _NOT_OF_NGRAM}
+    if draft and draft.get("kind") != kind:
+        not_taken = NOT_TAKEN.get(str(kind), ())
+        values["draft"] = {key: draft[key] for key in draft if key not in not_taken}
 
 
 _UPLOADED = "/_ray_pkg_"

@@ -29,6 +29,7 @@ LAYERS = (
     "core",
     "models/model_files",
     "models/checkpoints",
+    "models/mtp",
     "attention terminal",
     "decoding",
     "models/causal_lm data drafters",

@@ -81,6 +81,13 @@ GEMMA3_27B = {
         "sliding_window": 1024,
     },
 }
+QWEN35 = {
+    "model_type": "qwen3_5_text",
+    "max_position_embeddings": 262144,
+    "head_dim": 256,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "linear_num_value_heads": 48,
+}
 SHAPE = """num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size
     tie_word_embeddings"""
 PUBLISHED = {
@@ -94,12 +101,13 @@ PUBLISHED = {
     "Qwen/Qwen3-30B-A3B-Instruct-2507": (QWEN3_MOE, 48, 2048, 6144, 32, 4, 151936, False),
     "google/gemma-3-1b-it": (GEMMA3_1B, 26, 1152, 6912, 4, 1, 262144, True),
     "google/gemma-3-27b-it": (GEMMA3_27B, 62, 5376, 21504, 32, 16, 262208, True),
+    "Qwen/Qwen3.5-27B": (QWEN35, 64, 5120, 17408, 24, 4, 248320, False),
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": (LLAMA31, 32, 4096, 14336, 32, 8, 128256, False),
     "lmsys/vicuna-7b-v1.5-16k": (VICUNA, 32, 4096, 11008, 32, 32, 32000, False),
 }
 BILLIONS = {"Qwen3-8B": 8.19, "0.5B": 0.49, "1.5B": 1.54, "7B": 7.62, "1B": 1.24, "3B": 3.21, "8B": 8.03, "7b": 6.74}
-BILLIONS |= {"30B": 30.53, "1b": 1.0, "27b": 27.43}
-"""Parameters, tied ones counted once, by the models' cards."""
+BILLIONS |= {"30B": 30.53, "1b": 1.0, "27b": 27.43, "27B": 26.9}
+"""Parameters, tied ones counted once, by the models' cards; Qwen3.5's without its image encoder and its MTP layer."""
 
 
 def published(folder, model):
@@ -134,6 +142,7 @@ def test_the_published_shapes_add_up_to_the_published_sizes(model, tmp_path):
         ("qwen2.5-7b-24gb", 22, 8_000),
         ("llama3.2-3b-24gb", 22, 8_000),
         ("gemma3-27b-a100", 79, 8_000),
+        ("qwen3.5-27b-mtp-a100", 79, 8_000),
     ],
 )
 def test_a_pair_fits_the_machine_it_is_named_for(name, room_gib, mean_tokens, tmp_path):
@@ -145,8 +154,10 @@ def test_a_pair_fits_the_machine_it_is_named_for(name, room_gib, mean_tokens, tm
     file = CONFIGS / f"{name}.yaml"
     hub = RunConfig.load(file)
     target = published(tmp_path / "target", hub.target.model)
-    draft = published(tmp_path / "draft", hub.draft.model)
-    config = RunConfig.load(file, [f"target.model={target}", f"draft.model={draft}"])
+    models = [f"target.model={target}"]
+    if hub.draft.model:
+        models.append(f"draft.model={published(tmp_path / 'draft', hub.draft.model)}")
+    config = RunConfig.load(file, models)
     facts = read_facts(config.target.model)
     assert_says_what_a_token_takes(file, config, facts)
     longest = longest_request(config, facts)
@@ -228,8 +239,10 @@ def test_forwards_of_a_shipped_configuration_take_no_more_than_planned(name, tmp
     mask = torch.ones(batch, num_new, num_new, dtype=torch.bool, device="meta")
     lengths = [longest] + [(target_rows(config, facts) - longest) // max(1, batch - 1)] * (batch - 1)
     held = 0
-    for plan in (AttentionPlan([0], [longest], chunk), AttentionPlan([0] * batch, lengths, num_new, mask)):
+    for plan in (AttentionPlan([0], [longest], chunk), AttentionPlan([*range(batch)], lengths, num_new, mask)):
         nodes = torch.zeros(len(plan.starts), plan.num_new, dtype=torch.int64, device="meta")
+        for start, length in zip(plan.starts, plan.lengths, strict=True):
+            cached.assume_read([start], length - plan.num_new)
         with Live() as live:
             hidden = cached.forward(nodes, nodes, plan)
             if plan.mask is not None:

@@ -251,10 +251,10 @@ SECTIONS: dict[str, Values] = {
 
 
 def draft_section(pair, draft):
-    """The `draft` section of one of the pair's drafts, of `ngram`, or of `merged-` and a draft's name."""
-    if draft == "ngram":
-        return {"kind": draft}
+    """The `draft` section of one of the pair's drafts, of `ngram`, of `mtp`, or of `merged-` and a draft's name."""
     name = draft.removeprefix("merged-")
+    if name in ("ngram", "mtp"):
+        return {"kind": name, "ngram": name != draft}
     kind = "eagle" if name in ("eagle", "reduced", "copy", *PUBLISHED) else "model"
     return {"kind": kind, "model": pair.drafts[name], "ngram": name != draft}
 

@@ -380,8 +380,19 @@ class VisibleCache(ABC):
 class DraftCache(VisibleCache):
     """Full and working cache of a draft."""
 
-    def __init__(self, working: KVCache, num_full_rows: int, inv_freq: Tensor):
-        """Allocate the full cache; for `inv_freq` see `rotate`."""
+    def __init__(
+        self,
+        working: KVCache,
+        num_full_rows: int,
+        inv_freq: Tensor,
+        turned: tuple[int, int] | None = None,
+    ):
+        """Allocate the full cache.
+
+        Args:
+            inv_freq: Frequencies as `rotate` takes them.
+            turned: First and end of the elements of a key that RoPE turns; None: all.
+        """
         super().__init__(working)
         num_layers, _, num_heads, _, head_dim = working.stored.shape
         dtype = working.stored.dtype
@@ -389,6 +400,35 @@ class DraftCache(VisibleCache):
         shapes = [(num_heads, head_dim)] * num_layers
         self._full = KVCache(shapes, num_full_rows, dtype, device)
         self._inv_freq = inv_freq.float().to(device)
+        self._turned = turned
+
+    def turn(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Turn keys [..., n, K, D] by RoPE to `positions` [..., n], as `rotate` does."""
+        if self._turned is None:
+            return rotate(keys, positions, self._inv_freq)
+        before, turned, after = keys.tensor_split(self._turned, -1)
+        return torch.cat([before, rotate(turned, positions, self._inv_freq), after], -1)
+
+    def pair(self, slot: int, text: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Pair the tokens of a prompt's chunk with the features of the tokens before them.
+
+        The features of the last token wait for the next chunk.
+
+        Args:
+            slot: The prompt's slot.
+            text: Earlier tokens, then the chunk's [.. + T].
+            features: Features [T, F] at the chunk's tokens.
+
+        Returns:
+            Earlier tokens, then those with features [.. + n], and the features [n, F].
+        """
+        held = self.of[slot]
+        if held.pending is None:
+            text = text[1:]
+        else:
+            features = torch.cat([held.pending, features])
+        held.pending = features[-1:].clone()
+        return text, features[:-1]
 
     def admit(self, slot: int, num_tokens: int, num_working_rows: int) -> bool:
         """Reserve a region of each cache, as `VisibleCache.admit` does."""
@@ -424,7 +464,7 @@ class DraftCache(VisibleCache):
         source = upload(positions + sequence.full.start, self._inv_freq.device)
         rows = slice(sequence.working.start, sequence.working.start + count)
         places = torch.arange(count, device=source.device)
-        keys = rotate(self._full.keys[:, :, source].transpose(1, 2), places, self._inv_freq)
+        keys = self.turn(self._full.keys[:, :, source].transpose(1, 2), places)
         self.working.keys[:, :, rows] = keys.transpose(1, 2)
         self.working.values[:, :, rows] = self._full.values[:, :, source]
         sequence.visible = count
@@ -438,7 +478,7 @@ class DraftCache(VisibleCache):
             full_rows: Rows [n] of the full cache. All three are int64 on the device.
         """
         new = self.working.stored.index_select(3, rows)
-        keys = rotate(new[:, 0].transpose(1, 2), -positions, self._inv_freq)
+        keys = self.turn(new[:, 0].transpose(1, 2), -positions)
         self._full.stored.index_copy_(
             3, full_rows, torch.stack([keys.transpose(1, 2), new[:, 1]], 1)
         )

@@ -9,7 +9,7 @@ from specextend.core import SamplingParams
 
 Mode = Literal["autoregressive", "tree", "specextend"]
 Policy = Literal["full", "streaming", "retrieval"]
-DraftKind = Literal["eagle", "model", "ngram"]
+DraftKind = Literal["eagle", "model", "mtp", "ngram"]
 Backend = Literal["auto", "reference", "sdpa", "compiled", "flash", "triton"]
 
 
@@ -177,6 +177,12 @@ class CacheOptions:
             )
 
 
+NOT_TAKEN: dict[str, tuple[str, ...]] = {"ngram": ("model", "ngram"), "mtp": ("model",)}
+"""Keys of the draft's section that a kind does not take."""
+_EMPTY = {"model": "'\"\"'", "ngram": "false"}
+"""Values of these keys that say nothing, as a shell takes them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
     """`draft.*`: The draft, which proposes trees in the target's dtype and on its device.
@@ -186,10 +192,12 @@ class DraftOptions:
 
     kind: DraftKind
     """`eagle`: a head over the target's hidden states. `model`: a small causal LM with the target's
-    tokens; either may lack some. `ngram`: repeats of earlier text, without a model."""
+    tokens; either may lack some. `mtp`: the layer for the token after the next in the target's
+    checkpoint (Qwen3.5, GLM-4.x, DeepSeek-V3). `ngram`: repeats of earlier text, without a
+    model."""
     model: str = ""
-    """A name as in `target.model`; empty for `ngram`. `specextend prepare draft` converts heads in
-    pickles."""
+    """A name as in `target.model`; empty for `mtp` and `ngram`. `specextend prepare draft` converts
+    heads in pickles."""
     ngram: bool = False
     """Merge likelier n-gram drafts into the trees of another draft."""
     feature_layers: tuple[int, ...] = ()
@@ -203,14 +211,21 @@ class DraftOptions:
             )
         if "://" in self.model:  # not repeated: an address may hold a token
             raise ValueError("draft.model must be a Hub id or a local path, not an address")
-        if self.kind != "ngram" and not self.model:
+        not_taken = NOT_TAKEN.get(self.kind, ())
+        if not self.model and "model" not in not_taken:
             raise ValueError(f"draft.model must not be empty with draft.kind {self.kind}")
-        for name, empty in (("model", "'\"\"'"), ("ngram", "false")):
-            if self.kind == "ngram" and getattr(self, name):
+        for name in not_taken:
+            if getattr(self, name):
+                where = "is in the target's checkpoint" if self.kind == "mtp" else "has no model"
                 raise ValueError(
-                    f"draft.{name} must not be set with draft.kind ngram, which has no model: "
-                    f"leave it out, or --set draft.{name}={empty}"
+                    f"draft.{name} must not be set with draft.kind {self.kind}, which {where}: "
+                    f"leave it out, or --set draft.{name}={_EMPTY[name]}"
                 )
+
+    @property
+    def is_head(self) -> bool:
+        """Return True if the draft reads the target's hidden states."""
+        return self.kind in ("eagle", "mtp")
 
     @property
     def has_ngrams(self) -> bool:

@@ -174,14 +174,14 @@ class StockDecoder:
                 self.recurrent.append(kept)
 
     def run(
-        self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, wanted: tuple[int, ...]
+        self, inputs: Tensor, positions: Tensor, plan: AttentionPlan, wanted: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run tokens [B, T] at positions [B, T], and write their rows.
+        """Run tokens [B, T], or embeddings [B, T, C], at positions [B, T], and write their rows.
 
         Returns:
             Hidden [B, T, C] after the final norm, and outputs [B, T, C] of the `wanted` layers.
         """
-        rows = recent_rows = plan.new_rows(token_ids.device)
+        rows = recent_rows = plan.new_rows(inputs.device)
         if (recent := self._cache.recent) is not None:
             recent.locate(plan, rows.device)
             recent_rows = rows + recent.shift
@@ -195,8 +195,27 @@ class StockDecoder:
                 hook = self._decoder.layers[layer].register_forward_hook(keep)
                 stack.callback(hook.remove)
             stack.callback(_running.reset, _running.set(forward))
-            hidden: Tensor = _run(self._decoder, token_ids, positions, self._states)
+            hidden: Tensor = _run(self._decoder, inputs, positions, self._states)
         return hidden, outputs
+
+    def project(self, embedded: Tensor, positions: Tensor) -> Tensor:
+        """Return keys and values [2, 1, n, K, D] of the first layer for embeddings [n, C] at
+        positions [n], as wide as in the cache. Nothing attends, and no row is written.
+        """
+        found: list[Tensor] = []
+
+        def keep(call: AttentionCall) -> Tensor:
+            width = self._cache.layers[call.layer].shape[-1]
+            both = (pad(each, (0, width - each.shape[-1])) for each in (call.key, call.value))
+            found.append(torch.stack([each.transpose(1, 2) for each in both]))
+            return call.query.transpose(1, 2)[..., : call.value.shape[-1]]
+
+        token = _running.set(keep)
+        try:
+            _run(self._decoder, embedded[None], positions[None], None)
+        finally:
+            _running.reset(token)
+        return found[0]
 
     def take_over(self, start: int, num_tokens: int) -> int:
         """Begin a sequence with the start of the last prompt, as `CachedModel.take_over` does."""
@@ -312,10 +331,11 @@ def _name_attention(model: Any) -> None:
     model.set_attn_implementation(ATTENTION)
 
 
-def _run(decoder: Any, token_ids: Tensor, positions: Tensor, states: Any) -> Tensor:
-    """Return hidden [B, T, C]."""
+def _run(decoder: Any, inputs: Tensor, positions: Tensor, states: Any) -> Tensor:
+    """Return hidden [B, T, C] of token ids [B, T] or embeddings [B, T, C]."""
+    given = {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
     hidden: Tensor = decoder(
-        input_ids=token_ids,
+        **given,
         position_ids=positions,
         past_key_values=states,
         use_cache=states is not None,

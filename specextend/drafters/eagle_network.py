@@ -1,5 +1,4 @@
-"""EAGLE heads in plain torch, one Llama decoder layer each, in our own format and the published
-ones (`formats.py`).
+"""EAGLE heads in plain torch, in all formats of `formats.py`.
 
 Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `F` features of the target, `V`
 vocabulary, `H` query heads, `K` key heads, `D` head size.
@@ -24,9 +23,7 @@ from specextend.drafters.causal import HISTORY
 from specextend.models.model_files import VOCABULARY, TensorInfo
 
 COPY_READS = {"q_proj": (0, 3), "k_proj": (1, 4), "v_proj": (0, 1)}
-"""Range of the tokens i + 1, i, i - 1, i - 2 that a projection of the copy heads reads, as first
-and end.
-"""
+"""First and end of tokens i + 1, i, i - 1, i - 2 in a projection of the copy heads."""
 _JOINED = {
     "fuse": ["fc"],
     "qkv": [f"layer.self_attn.{name}" for name in COPY_READS],
@@ -34,19 +31,17 @@ _JOINED = {
     "gate_up": ["layer.mlp.gate_proj", "layer.mlp.up_proj"],
     "down_proj": ["layer.mlp.down_proj"],
 }
-"""Products, and the projections of one input that each is joined of; the copy heads have their
-own.
-"""
+"""Products, and the projections of one input that each joins."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShape:
-    """A head of one Llama decoder layer, in any format: its shape, and where its tensors are."""
+    """A head in any format: shape, and places of tensors."""
 
     folder: Path
     format: str
     fused: bool
-    """EAGLE-3: the head reads several of the target's layers, not its last hidden state."""
+    """EAGLE-3: reads several layers of the target."""
     vocab_size: int
     """Rows of the target's embedding."""
     target_hidden_size: int
@@ -60,55 +55,50 @@ class HeadShape:
     head_eps: float
     """Epsilon of the other norms."""
     rope: Values
-    """The RoPE keys of a Llama config."""
+    """RoPE keys of a Llama config."""
     draft_vocab_size: int
-    """Tokens that the head can propose."""
+    """Tokens that the head proposes."""
     layer_ids: tuple[int, ...] = ()
-    """EAGLE-3: numbers of the target's layers in `config.json`; empty: it names none."""
+    """EAGLE-3: numbers of these layers in `config.json`; may be empty."""
     reading: str = "inputs"
-    """What `layer_ids` number if nothing says more: `outputs` of layers, or their `inputs`."""
+    """What `layer_ids` number by default: `outputs` or `inputs` of layers."""
+    window: int | None = None
+    """Tokens that a token sees at most, itself included; None: all."""
     norm_before_residual: bool = False
-    """EAGLE-3: the residual is the fused hidden state after its norm, not before it."""
+    """EAGLE-3: the residual is the fused state after its norm."""
     norm_before_fc: bool = False
-    """EAGLE-3: one norm is applied to the concatenated hidden states of the target before they are
-    fused.
-    """
+    """EAGLE-3: the joined states have a norm before `fc`."""
     fc_norm: bool = False
-    """EAGLE-3.1: each of the hidden states has a norm of its own there."""
+    """EAGLE-3.1: each state has a norm before `fc`."""
     norm_output: bool = False
-    """EAGLE-3.1 and ours: the last norm is part of the output, and so of what the next level
-    reads.
-    """
+    """EAGLE-3.1 and ours: the next level reads the normed output."""
     layer_norms: bool = False
-    """EAGLE-1 of `speculators`: norms of the embedding, before the layer, and before the LM
-    head.
-    """
+    """EAGLE-1 of `speculators`: norms of the embedding, before the layer and the LM head."""
     fusion_bias: bool = False
-    """EAGLE-1 of `speculators`: `fc` must have a bias."""
+    """EAGLE-1 of `speculators`: `fc` has a bias."""
     is_ours: bool = False
-    """Our own format: norms of embedding and features, and `copy_heads`."""
+    """Our format: norms of embedding and features, and `copy_heads`."""
     copy_heads: int = 0
     tokens_sha256: str | None = None
-    """`tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
+    """`tokens_sha256` of the target's tokenizer; None: unknown, and not checked."""
     sources: dict[str, TensorInfo] = field(default_factory=dict)
-    """The tensors of its files, by our names."""
+    """Tensors of the files, by our names."""
 
     @property
     def num_layers_read(self) -> int:
-        """Return the number of layers of the target whose outputs the head takes."""
+        """Return how many layers of the target are read."""
         return len(self.layer_ids or range(3)) if self.fused else 1
 
     def hidden_layers(
         self, num_target_layers: int, chosen: tuple[int, ...] = ()
     ) -> tuple[int, ...]:
-        """Return the target layers whose outputs the head takes; none if it takes the last hidden
-        state.
+        """Return the target layers that the head reads; none for the last hidden state.
 
         Args:
             chosen: `draft.feature_layers`.
 
         Raises:
-            ValueError: The target has no such layers, or the head takes others than `chosen`.
+            ValueError: The target has no such layers, or `chosen` has another number of them.
         """
         num_layers = self.num_layers_read if self.fused else 0
         layers, _ = self.explain_layers(num_target_layers, chosen) if num_layers else (chosen, "")
@@ -124,11 +114,8 @@ class HeadShape:
     def explain_layers(
         self, num_target_layers: int, chosen: tuple[int, ...] = ()
     ) -> tuple[tuple[int, ...], str]:
-        """Return the layers of `hidden_layers` for an EAGLE-3 head, and why it takes these.
-
-        Published heads number either the outputs of layers or their inputs, in the same keys.
-        """
-        # what enters layers 2, n / 2 and n - 3
+        """Return these layers for an EAGLE-3 head, and why: numbers mean outputs or inputs."""
+        # the inputs of layers 2, n / 2 and n - 3
         usual = (1, num_target_layers // 2 - 1, num_target_layers - 4)
         ids = self.layer_ids
         left = tuple(each - 1 for each in ids)
@@ -137,7 +124,7 @@ class HeadShape:
             return chosen, "draft.feature_layers names them"
         if not ids:
             return usual, "its config.json names none, and these are usual"
-        # numbers count as the first true line says
+        # the first true line decides
         readings = (
             (self.format.startswith("speculators"), "inputs", "as speculators does"),
             (num_target_layers in ids, "inputs", f"{num_target_layers} is no output"),
@@ -152,11 +139,11 @@ class HeadShape:
 
     @property
     def num_features(self) -> int:
-        """Return the number of features that the head reads at one position of the target."""
+        """Return the number of features at a position of the target."""
         return self.num_layers_read * self.target_hidden_size
 
     def required(self) -> dict[str, tuple[int, ...]]:
-        """List the required tensors of a head by our names."""
+        """Return required tensors by our names."""
         hidden = self.hidden_size
         has_norms = self.is_ours or self.fused or self.layer_norms
         is_narrow = hidden != self.target_hidden_size
@@ -180,7 +167,7 @@ class HeadShape:
         return shapes
 
     def _products(self) -> dict[str, tuple[int, ...]]:
-        """List the matrices that every head has, and the norm between attention and MLP."""
+        """Return the shapes of the matrices, and of the norm between attention and MLP."""
         hidden = self.hidden_size
         mlp = self.intermediate_size
         queries = self.num_heads * self.head_dim
@@ -206,7 +193,7 @@ class HeadShape:
         return shapes
 
     def optional(self) -> dict[str, tuple[int, ...]]:
-        """List the optional tensors of a head by our names."""
+        """Return optional tensors by our names."""
         vocabulary = (self.draft_vocab_size,)
         if self.is_ours:
             return {VOCABULARY: vocabulary}
@@ -224,7 +211,7 @@ class HeadShape:
 
 
 class EagleNetwork:
-    """A head. It uses the target's embedding and LM head if it has none of its own.
+    """A head, with the target's embedding and LM head unless it has others.
 
     For position i, with e the embedding of token i + 1:
 
@@ -238,13 +225,11 @@ class EagleNetwork:
                     logits = lm_head(rmsnorm(h'))
         EAGLE-3.1   fc_norm: rmsnorm of each output before fc; norm_output: h' = rmsnorm(h') at last
 
-    h' gives token i + 2, and takes the place of h, or of x, one level further (arXiv 2401.15077,
-    2503.01840). Norms and biases that some of the formats add are applied if the checkpoint has
-    them.
+    h' gives token i + 2, and replaces h or x on the next level (arXiv 2401.15077, 2503.01840).
+    Norms and biases count where the checkpoint has them.
 
-    Copy heads, in our format alone, are further heads of the layer's attention, which find earlier
-    occurrences of the last tokens and return the token that followed. They read tokens alone,
-    without positions (no RoPE). With normalised e of i + 1, i, i - 1 and i - 2:
+    Copy heads, in our format, find earlier occurrences of the last tokens and return the token
+    after them. They read tokens without RoPE, with normalised e of i + 1, i, i - 1 and i - 2:
 
         query = copy.q_proj(concat(e[i + 1], e[i], e[i - 1]))
         key   = copy.k_proj(concat(e[i], e[i - 1], e[i - 2]))
@@ -262,11 +247,14 @@ class EagleNetwork:
         rope: tuple[Tensor, float],
         hidden_layers: tuple[int, ...] = (),
     ):
-        """Take the head with its `weights` by our names, of any dtype, and the target.
+        """Take the head and the target.
 
-        vocabulary: token ids [V] that the head proposes, None for all of the target's. lm_head:
-        weight [V, C] of the target's. num_rows: of the full and the working cache. rope: inv_freq
-        [D / 2] and a factor on sine and cosine.
+        Args:
+            weights: Weights by our names, of any dtype.
+            vocabulary: Token ids [V] that the head proposes; None: all.
+            lm_head: Weight [V, C] of the target's LM head.
+            num_rows: Rows of the full and the working cache.
+            rope: inv_freq [D / 2], and a factor on sine and cosine.
         """
         self._head = head
         self._attend = target.attend
@@ -292,12 +280,12 @@ class EagleNetwork:
         self.at_once = (
             self._in_one_call(target) if head.is_ours and target.runs_in_one_call else None
         )
-        """What runs the head in one call, as the target's layers are."""
+        """Runs the head in one call if the target's layers run in one."""
 
     def _take_weights(
         self, weights: dict[str, Tensor], target: CachedModel, lm_head: Tensor
     ) -> None:
-        """Join and pack the head's weights, and take from the target what the head has not."""
+        """Pack the head's weights, and take missing ones from the target."""
         self._embedding = _own_or(
             weights.get("embed_tokens.weight"), target.model.get_input_embeddings().weight
         )
@@ -319,17 +307,10 @@ class EagleNetwork:
         self._lm_head = self._linears["lm_head"] if own_head is not lm_head else target.logits
 
     def prefill(self, slot: int, text: Tensor, hidden: Tensor) -> None:
-        """Store keys and values of every position whose next token is known; the last one waits for
-        the next chunk.
-        """
-        held = self.cache.of[slot]
-        if held.pending is None:
-            text = text[1:]
-        else:
-            hidden = torch.cat([held.pending, hidden])
-        held.pending = hidden[-1:].clone()
-        if len(hidden) > 1:
-            # each token is looked up and normalised once
+        """Store keys and values of all positions with a known next token."""
+        text, hidden = self.cache.pair(slot, text, hidden)
+        if len(hidden):
+            # look up and normalise each token once
             each = self._embedded(text, None)
             embedded = torch.cat(
                 [
@@ -338,14 +319,14 @@ class EagleNetwork:
                 ],
                 -1,
             )
-            _, inputs = self._inputs(embedded, hidden[:-1])
+            _, inputs = self._inputs(embedded, hidden)
             turning, values = self._project(inputs)
             projected = {"k_proj": turning[..., self._head.num_heads :, :], "v_proj": values}
             keys, values = self._with_copies(projected, embedded)
             self.cache.store(slot, keys.unsqueeze(0), values.unsqueeze(0))
 
     def read(self, slots: Sequence[int]) -> int:
-        """Return 0: a head reads all of a prompt in `prefill`."""
+        """Return 0: `prefill` reads all of a prompt."""
         return 0
 
     def forward(
@@ -356,8 +337,8 @@ class EagleNetwork:
         plan: AttentionPlan,
         history: Tensor | None,
     ) -> Tensor:
-        """Run token_ids [B, T], each with features [B, T, F] or own output [B, T, C]; return hidden
-        [B, T, C].
+        """Run token_ids [B, T] with features [B, T, F] or outputs [B, T, C]; return hidden [B, T,
+        C].
         """
         embedded = self._embedded(token_ids, history)
         residual, inputs = self._inputs(embedded, hidden)
@@ -372,7 +353,7 @@ class EagleNetwork:
         rows = plan.new_rows(keys.device).flatten()
         for held, new in zip(stored, (keys, values), strict=True):
             held.index_copy_(1, rows, new.flatten(0, 1).transpose(0, 1))
-        mixed = attend_plan(self._attend, query, *stored, plan, self._scale)
+        mixed = attend_plan(self._attend, query, *stored, plan, self._scale, self._head.window)
         residual = residual + self._linears["o_proj"](mixed.flatten(2))
         normed = self._norm("layer.post_attention_layernorm", residual)
         gate, up = self._linears["gate_up"](normed).chunk(2, -1)
@@ -384,14 +365,14 @@ class EagleNetwork:
         return self._lm_head(hidden if self._head.norm_output else self._norm("norm", hidden))
 
     def _embedded(self, token_ids: Tensor, history: Tensor | None) -> Tensor:
-        """Embed token_ids [...] as [..., C], or with the three tokens before each as [..., 4C]."""
+        """Embed token_ids [...] as [..., C], or with three earlier tokens as [..., 4C]."""
         if history is None:
             return self._norm("embedding_norm", self._embedding[token_ids])
         tokens = torch.cat([token_ids.unsqueeze(-1), history], -1)
         return self._norm("embedding_norm", self._embedding[tokens]).flatten(-2)
 
     def _inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layer's residual [..., C], and the input of its queries, keys and values."""
+        """Return the residual [..., C], and the input of queries, keys and values."""
         own = embedded[..., : self._head.hidden_size]
         if not self._head.fused:
             before = self._norm("feature_norm", hidden)
@@ -407,7 +388,7 @@ class EagleNetwork:
         return normed if self._head.norm_before_residual else hidden, inputs
 
     def _in_one_call(self, target: CachedModel) -> Any:
-        """Return what runs the head in one call, or None where it cannot be."""
+        """Return the runner of the head in one call; None where it cannot be made."""
         eps = self._head.layer_eps
         own = self._linears
         found = {name: own[name] for name in ("fuse", "lm_head", "copy") if name in own}
@@ -458,9 +439,7 @@ class EagleNetwork:
         return turning, values
 
     def _with_copies(self, projected: Mapping[str, Tensor], embedded: Tensor) -> list[Tensor]:
-        """Return the projections [..., heads, D], each with its copy heads behind the others, if
-        there are any.
-        """
+        """Return the projections [..., heads, D], copy heads last."""
         if not self.reads_history:
             return list(projected.values())
         tokens = embedded.unflatten(-1, (-1, self._head.hidden_size))
@@ -480,18 +459,14 @@ class EagleNetwork:
 
 
 def _own_or(own: Tensor | None, target: Tensor) -> Tensor:
-    """Return the head's own matrix, or the target's if the head has none or an equal one, which
-    saves memory.
-    """
+    """Return the head's matrix, or the target's if that is equal, which saves memory."""
     return target if own is None or torch.equal(own, target) else own
 
 
 def _join(weights: Mapping[str, Tensor], names: Sequence[str]) -> nn.Linear:
-    """Make one layer of some that read the same input. If any has a bias, that of the others is
-    zero.
-    """
+    """Make one layer of layers with the same input. A missing bias is zero."""
     each = {name: weights[f"{name}.weight"] for name in names}
-    # no copy of one that is alone, which would take memory beside a full cache
+    # a copy of a single weight would take memory beside a full cache
     weight = torch.cat([*each.values()]) if len(each) > 1 else each[names[0]]
     if not any(f"{name}.bias" in weights for name in names):
         return linear(weight)
@@ -500,9 +475,7 @@ def _join(weights: Mapping[str, Tensor], names: Sequence[str]) -> nn.Linear:
 
 
 def _joined_copies(weights: Mapping[str, Tensor]) -> Tensor:
-    """Join the projections of the copy heads to one [out, 4C], with zeros for the tokens that one
-    of them skips.
-    """
+    """Join the projections of the copy heads to [out, 4C], with zeros for skipped tokens."""
     size = weights["copy.v_proj.weight"].shape[1]
     parts = ((weights[f"copy.{name}.weight"], reads) for name, reads in COPY_READS.items())
     return torch.cat(

@@ -1,16 +1,14 @@
-"""Formats of EAGLE heads: which one a folder is in, whether it is whole, and one shape and one set
-of names for all.
+"""Formats of EAGLE heads: detection, checks, and the same shape and names for all.
 
 | format | detected by | names of the layer's tensors |
 |---|---|---|
 | ours | `format` in config.json | `layer.` (`EagleConfig.shapes`) |
-| EAGLE-1/2 | `fc` and one decoder layer, whose q, k and v take C | `layers.0.` |
-| EAGLE-3 | the same with a `hidden_norm`, whose q, k and v take 2C | `midlayer.` or `layers.0.` |
+| EAGLE-1/2 | `fc` and a decoder layer with q, k and v of C | `layers.0.` |
+| EAGLE-3 | the same with a `hidden_norm` and q, k and v of 2C | `midlayer.` or `layers.0.` |
 | speculators | `speculators_model_type` in config.json | `transformer.`; EAGLE-3: `layers.0.` |
 
-Sources: the layouts of SafeAILab's checkpoints, of vLLM's and SGLang's readers, and of the
-`speculators` library. A head may hold an embedding and an LM head of its own; if it lacks one, the
-target's is used.
+Sources: SafeAILab's checkpoints, the readers of vLLM and SGLang, and the `speculators` library. An
+embedding or LM head that a head lacks is the target's.
 """
 
 import math
@@ -58,7 +56,7 @@ _RENAMED = _OURS | {
 }
 _LEFT_OVER = ("rotary_emb.inv_freq", "mask", "verifier_lm_head.weight", "verifier_norm.weight")
 _MAPS = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8"), VOCABULARY: ("I64",)}
-"""Tensors that are not weights, and their types."""
+"""Integer tensors, and their types."""
 _ROPE = (
     "rope_theta",
     "rope_scaling",
@@ -72,7 +70,7 @@ _FIXED: Values = {
     **dict.fromkeys(("logit_scale", "logits_scaling", "parallel_draft_step"), 1),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), 1),
 }
-"""Keys that have a meaning for other heads, and the value of these."""
+"""Values of keys that other heads use otherwise."""
 _HARMLESS = (
     *("architectures", "auto_map", "_name_or_path", "name_or_path", "dtype", "torch_dtype"),
     *("transformers_version", "speculators_version", "speculators_config", "model_max_length"),
@@ -80,20 +78,22 @@ _HARMLESS = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
     *("use_cache", "initializer_range", "tie_word_embeddings", "attention_dropout", "rope_type"),
     *("attention_bias", "mlp_bias", "bias", "qkv_bias", "pretraining_tp", "use_qk_norm"),
-    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    *("use_sliding_window", "max_window_layers"),
     *("next_layer_regular", "ttt_steps", "ttt_length", "target_model_type", "mask_token_id"),
     *("chunk_size_feed_forward", "is_decoder", "return_dict", "torchscript", "id2label"),
     *("label2id", "problem_type", "tokenizer_class", "max_length", "num_beams"),
     *("num_beam_groups", "num_return_sequences", "temperature", "top_k", "top_p", "typical_p"),
     *("length_penalty", "repetition_penalty", "do_sample", "_attn_implementation"),
 )
-"""Keys that change nothing, that other keys decide, or whose tensors show what they mean."""
+"""Keys without effect, or that other keys and tensors explain."""
 
+_WINDOWED = "sliding_attention"
+"""Type of a layer with a window."""
 Config = TypeVar("Config", bound=BaseModel)
 
 
 class EagleConfig(BaseModel):
-    """The `config.json` of a head in our own format; embedding and LM head are the target's."""
+    """The `config.json` of a head in our format; embedding and LM head are the target's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -101,32 +101,28 @@ class EagleConfig(BaseModel):
     version: Literal[1] = 1
     kind: Literal["eagle"] = "eagle"
     target: str
-    """Name of the model that the head was distilled for; for people to read, not checked."""
+    """Name of the target at training; for people, not checked."""
     vocab_size: PositiveInt
     """Rows of the target's embedding."""
     hidden_size: PositiveInt
-    """Hidden size of the target."""
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
     head_dim: PositiveInt
     intermediate_size: PositiveInt
     rope_theta: PositiveFloat
     layer_norm_eps: PositiveFloat
-    """Epsilon of the two RMS norms inside the layer."""
+    """Epsilon of the two norms inside the layer."""
     head_norm_eps: PositiveFloat
     """Epsilon of the two input norms (`en`, `hn`) and the output norm (`norm`)."""
     dtype: Literal["bfloat16", "float16", "float32"]
-    """Type of the tensors in the file."""
     draft_vocab_size: PositiveInt | None = None
-    """Token ids that the head can propose, which the tensor `draft_token_ids` lists; None: the
-    whole vocabulary.
-    """
+    """Token ids that the head proposes, listed in the tensor `draft_token_ids`; None: all."""
     copy_heads: PositiveInt | None = None
-    """Number of KV heads, besides `num_kv_heads`, that match the tokens around a position. Each has
-    its group of query heads.
+    """KV heads, besides `num_kv_heads`, that match tokens around a position, each with its query
+    heads.
     """
     tokens_sha256: str | None = None
-    """`tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
+    """`tokens_sha256` of the target's tokenizer; None: unknown, and not checked."""
 
     @model_validator(mode="after")
     def _heads_are_groups(self) -> Self:
@@ -140,7 +136,7 @@ class EagleConfig(BaseModel):
         return self
 
     def head(self, folder: Path, sources: dict[str, TensorInfo]) -> HeadShape:
-        """Describe a head in a folder."""
+        """Return the shape of a head in a folder."""
         same = (
             "vocab_size",
             "hidden_size",
@@ -167,7 +163,7 @@ class EagleConfig(BaseModel):
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """List every tensor of the file by name."""
+        """Return the shape of each tensor by its name in the file."""
         names = {ours: name for name, ours in _OURS.items()}
         required = self.head(Path(), {}).required()
         return {_renamed(name, names): shape for name, shape in required.items()}
@@ -180,15 +176,11 @@ class EagleConfig(BaseModel):
 
 
 class _Published(BaseModel):
-    """Keys of a published head, which has others beside."""
-
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
 
 class LayerConfig(_Published):
-    """The keys of a published head's decoder layer, with the defaults that transformers leaves out
-    when it writes.
-    """
+    """Keys of a published head's layer, with the defaults that transformers does not write."""
 
     model_type: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     hidden_act: Literal["silu"] = "silu"
@@ -200,41 +192,48 @@ class LayerConfig(_Published):
     num_key_value_heads: PositiveInt | None = None
     head_dim: PositiveInt | None = None
     rms_norm_eps: PositiveFloat = 1e-6
+    layer_types: list[str] = []
+    sliding_window: int | None = None
+
+    @property
+    def window(self) -> int | None:
+        """Return the window of the layer; None: it attends to all tokens."""
+        return (self.sliding_window or None) if _WINDOWED in self.layer_types else None
 
 
 class TakenLayers(_Published):
-    """The key `eagle_config`. Ids are mostly of outputs there (`HeadShape.explain_layers`)."""
+    """The key `eagle_config`, where ids are mostly of outputs (`HeadShape.explain_layers`)."""
 
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
     norm_before_fc: bool = False
 
 
 class PublishedConfig(_Published):
-    """The keys of a published head beside those of its layer."""
+    """Keys of a published head beside its layer's."""
 
     speculators_model_type: Literal["eagle", "eagle3"] | None = None
     transformer_layer_config: Values | None = None
     target_hidden_size: PositiveInt | None = None
     draft_vocab_size: PositiveInt | None = None
     norm_before_residual: bool | None = None
-    """Without a value True in files of `speculators`, False in others, as vLLM takes it."""
+    """None: True in files of `speculators`, False in others, as in vLLM."""
     norm_before_fc: bool | None = None
-    """Without a value as in `eagle_config`."""
+    """None: as in `eagle_config`."""
     fc_norm: bool = False
     norm_output: bool = False
-    """As vLLM takes it: what the next level reads is normed, too."""
+    """The next level reads the normed output, as in vLLM."""
     layernorms: bool = False
     fusion_bias: bool = False
     eagle_config: TakenLayers = TakenLayers()
     eagle_aux_hidden_state_layer_ids: list[int] = []
-    """Ids of the target's layers, at this place mostly of inputs (`HeadShape.explain_layers`)."""
+    """Ids of the target's layers, here mostly of inputs (`HeadShape.explain_layers`)."""
 
 
 def read_head(model: str | Path) -> HeadShape:
-    """Describe a head in a folder, or of the Hub, by its files, without loading a weight.
+    """Describe a head in a folder or on the Hub, without its weights.
 
-    Raises ModelError in one line for an unknown format, pickled, missing or truncated files, an
-    unsupported config, and tensors that the config does not describe.
+    Raises:
+        ModelError: Format, files, config or tensors are not served.
     """
     folder = find_folder(str(model), weights=True)
     if not (folder / "config.json").is_file():
@@ -258,10 +257,10 @@ def read_head(model: str | Path) -> HeadShape:
 
 
 def convert_head(model: str, folder: Path) -> str:
-    """Write a published head to a new folder, its weights as safetensors, and return its format.
+    """Write a published head to a new folder as safetensors; return its format.
 
-    Raises ModelError, and leaves no folder, for what `read_head` refuses and for a pickle of
-    anything but tensors.
+    Raises:
+        ModelError: The head is refused; there is no folder then.
     """
     with new_folder(folder) as whole:
         copy_weights(model, whole)
@@ -272,7 +271,7 @@ def convert_head(model: str, folder: Path) -> str:
 
 
 def _parse_config(kind: type[Config], raw: Values, folder: Path) -> Config:
-    """Make a config of what a head's `config.json` holds. Raises ModelError in one line."""
+    """Parse the values of a `config.json`. Raises ModelError."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
@@ -285,7 +284,7 @@ def _parse_config(kind: type[Config], raw: Values, folder: Path) -> Config:
 
 
 def read_weights(head: HeadShape, device: str = "cpu") -> dict[str, Tensor]:
-    """Load all of a head's weights, by our names, as they are in the files."""
+    """Load a head's weights by our names, in the files' types."""
     return {name: _read_tensor(head, name, device) for name in head.sources if name not in _MAPS}
 
 
@@ -297,11 +296,12 @@ def _read_tensor(head: HeadShape, name: str, device: str = "cpu") -> Tensor:
 
 
 def read_vocabulary(head: HeadShape) -> Tensor | None:
-    """Return the target's token id [V] int64 of each token that the head proposes; None if the ids
-    are the same.
+    """Return the target's token id [V] of each proposed token; None if the ids are equal.
 
-    `draft_token_ids` lists them; `d2t` holds differences: row i is token i + d2t[i]. Raises
-    ModelError if an id is not one of the target's or appears twice.
+    `draft_token_ids` lists them; by `d2t` row i is token i + d2t[i].
+
+    Raises:
+        ModelError: An id is not the target's, or appears twice.
     """
     if VOCABULARY in head.sources:
         listed = _read_tensor(head, VOCABULARY)
@@ -325,14 +325,11 @@ def read_vocabulary(head: HeadShape) -> Tensor | None:
 
 
 def _different(token_ids: Tensor, head: HeadShape) -> Tensor:
-    """Return the different ids that the target can have, ascending."""
     return token_ids.clamp(0, head.vocab_size - 1).unique()
 
 
 def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """Read the headers of a head's files. Raises ModelError if a tensor is there twice, or a file
-    not whole.
-    """
+    """Read the headers of a head's files. Raises ModelError."""
     found: dict[str, TensorInfo] = {}
     for file in weight_files(folder, f"EAGLE draft {folder}"):
         for name, info in read_safetensors_header(file).items():
@@ -348,7 +345,7 @@ def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
 
 
 def _renamed(name: str, prefixes: dict[str, str]) -> str:
-    """Replace the first of the prefixes that a name has: `midlayer.mlp.up_proj.weight`,
+    """Replace the first matching prefix: `midlayer.mlp.up_proj.weight` becomes
     `layer.mlp.up_proj.weight`.
     """
     for prefix, other in prefixes.items():
@@ -358,7 +355,7 @@ def _renamed(name: str, prefixes: dict[str, str]) -> str:
 
 
 def _describe(folder: Path, raw: Values, sources: dict[str, TensorInfo]) -> HeadShape:
-    """Describe a published head. A key without a value counts as one that is not there."""
+    """Describe a published head. A key with the value null counts as missing."""
     raw = {key: value for key, value in raw.items() if value is not None}
     config = _parse_config(PublishedConfig, raw, folder)
     name, fused = _detect(config, folder, set(sources))
@@ -386,6 +383,7 @@ def _describe(folder: Path, raw: Values, sources: dict[str, TensorInfo]) -> Head
         draft_vocab_size=(config.draft_vocab_size if fused else None) or layer.vocab_size,
         layer_ids=tuple(entered or config.eagle_config.eagle_aux_hidden_state_layer_ids or ()),
         reading="inputs" if entered else "outputs",
+        window=layer.window,
         norm_before_residual=config.speculators_model_type is not None
         if config.norm_before_residual is None
         else config.norm_before_residual,
@@ -401,9 +399,9 @@ def _describe(folder: Path, raw: Values, sources: dict[str, TensorInfo]) -> Head
 
 
 def _check_keys(config: PublishedConfig, layer: LayerConfig, head: HeadShape, folder: Path) -> None:
-    """Raise ModelError for a key that may change what a head computes, and is not served.
+    """Raise ModelError for a key that may change the arithmetic and is not served.
 
-    None, False, 0 and empty values ask nothing, unless `_FIXED` has the key.
+    None, False, 0 and empty values ask nothing, except in `_FIXED`.
     """
     levels = (config.model_extra, layer.model_extra, config.eagle_config.model_extra)
     extra: Values = {key: value for level in levels for key, value in (level or {}).items()}
@@ -413,12 +411,16 @@ def _check_keys(config: PublishedConfig, layer: LayerConfig, head: HeadShape, fo
         for key, value in extra.items()
         if (value != _FIXED[key] if key in _FIXED else value and key not in known)
     }
-    window, types = extra.get("sliding_window"), extra.get("layer_types")
-    is_windowed = bool(window) and extra.get("use_sliding_window", True)
-    if types:
-        is_windowed = any(each != "full_attention" for each in types)
-    if is_windowed and not (window and window >= extra.get("max_position_embeddings", math.inf)):
-        odd["sliding_window"] = window
+    types = {*layer.layer_types}
+    if len(types) > 1 or types - {"full_attention", _WINDOWED}:
+        odd["layer_types"] = layer.layer_types
+    # without types, formats differ in whether a window counts
+    window = layer.sliding_window or extra.get("sliding_window")
+    is_unclear = not types and window and extra.get("use_sliding_window", True)
+    if is_unclear and window < extra.get("max_position_embeddings", math.inf):
+        odd["sliding_window"] = f"{window} without layer_types"
+    if _WINDOWED in types and not layer.window:
+        odd["layer_types"] = f"{_WINDOWED} without sliding_window"
     for key in ("norm_before_fc", "fc_norm", "norm_output"):
         if getattr(head, key) and not head.fused:
             odd[key] = True
@@ -432,7 +434,7 @@ def _check_keys(config: PublishedConfig, layer: LayerConfig, head: HeadShape, fo
 
 
 def _detect(config: PublishedConfig, folder: Path, names: set[str]) -> tuple[str, bool]:
-    """Detect the format; return its name, and True if it fuses several of the target's layers."""
+    """Return the format's name, and True if the head reads several layers."""
     if (kind := config.speculators_model_type) is not None:
         return f"speculators {kind}", kind == "eagle3"
     if "layer.hidden_norm.weight" in names:

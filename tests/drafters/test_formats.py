@@ -145,8 +145,9 @@ def test_chosen_layers_must_be_as_many_as_the_head_takes(variant, layers, write,
         ({"invented_tomorrow": 2}, "invented_tomorrow is 2, which may change"),
         ({"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm is False, which may change"),
         ({"eagle_config": {"mask_hidden": True}}, "mask_hidden is True, which may change"),
-        ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "sliding_window is 64, which may change"),
-        ({"sliding_window": 64}, "sliding_window is 64, which may change"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types is 'sliding_attention without sliding_window', which"),
+        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}, "layer_types is ['sliding_"),
+        ({"sliding_window": 64}, "sliding_window is '64 without layer_types', which may change"),
     ],
 )
 def test_a_config_that_is_not_served_says_why(values, message, write, target):
