@@ -1,1 +1,1 @@
-"""Drafters: what proposes the tree that the target verifies."""
+"""Drafters: they propose the trees that the target verifies."""

@@ -1,4 +1,4 @@
-"""The drafter that runs any network with a KV cache: a small causal LM or an EAGLE head.
+"""The drafter of networks with a KV cache: a small causal LM, an EAGLE head or an MTP layer.
 
 Shapes: `B` sequences, `F` frontier nodes, `M` expanded nodes, `C` hidden size, `V` vocabulary.
 """
@@ -19,47 +19,46 @@ from specextend.decoding.device import Graphs, upload
 from specextend.decoding.tree import Decided, Drafter, DraftTrees, grow_trees, prune
 
 _MEMORY = 0.9
-"""Weight of a running mean after one more step."""
+"""Weight of a running mean after another step."""
 HISTORY = 3
-"""Number of tokens before a token that a network may read."""
+"""Earlier tokens that a network may read."""
 Clock = Callable[[], float]
-"""In seconds."""
+"""Seconds."""
 
 
 def stands_still() -> float:
-    """Tell no time: what is learned from a clock stays what it was at first."""
+    """Return the same time always: nothing is learned from it."""
     return 0.0
 
 
 class DraftNetwork(Protocol):
-    """A draft network that `CausalDrafter` can run."""
+    """A draft network for `CausalDrafter`."""
 
     @property
     def cache(self) -> VisibleCache:
-        """The rows that it sees."""
+        """Rows of the visible tokens."""
 
     hidden_size: int
-    """C"""
     vocabulary: Tensor | None
-    """[V] int64 token ids of the logits; None: all of the target's, in order."""
+    """Token ids [V] of the logits; None: all of the target's, in order."""
     hidden_layers: tuple[int, ...] | None
-    """Target layers, ascending, whose concatenated outputs are the features [.., F]; empty: the
-    last hidden state; None: it reads none.
+    """Target layers, ascending, for the features [.., F]; empty: the last hidden state; None: no
+    features.
     """
     reads_history: bool
     """True if `forward` needs the tokens before each token."""
     at_once: Any
-    """What reads decided tokens and grows trees in one call (`attention.compiled.calls.Head`);
-    None: `forward` and `logits` do.
+    """Reads and grows in one call (`attention.compiled.calls.Head`); None: `forward` and `logits`
+    do.
     """
 
     def prefill(self, slot: int, text: Tensor, hidden: Tensor) -> None:
-        """Take the next chunk of a prompt: tokens [3 + T], the first ones those before it, and
-        features [T, F] of the target.
+        """Take a prompt's next chunk: the three tokens before it and its tokens [3 + T], with
+        features [T, F].
         """
 
     def read(self, slots: Sequence[int]) -> int:
-        """Read what was selected and not read yet; return the number of tokens."""
+        """Read selected tokens without rows; return their number."""
 
     def forward(
         self,
@@ -69,12 +68,12 @@ class DraftNetwork(Protocol):
         plan: AttentionPlan,
         history: Tensor | None,
     ) -> Tensor:
-        """Run token_ids [B, T] at `positions` [B, T] and return hidden [B, T, C].
+        """Run token_ids [B, T] at `positions` [B, T], write their rows, return hidden [B, T, C].
 
-        `hidden` belongs to each token: the target's features [B, T, F] one position before it, or
-        the network's own output [B, T, C] for its parent. Working rows are written as the plan
-        says. `history` [B, T, 3] holds the three tokens before each token, nearest first; None if
-        the network does not read them.
+        Args:
+            hidden: The target's features [B, T, F] at the position before, or the parent's output
+                [B, T, C].
+            history: Three earlier tokens [B, T, 3], nearest first; None if not read.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -82,45 +81,41 @@ class DraftNetwork(Protocol):
 
 
 class _SlotPlaces(NamedTuple):
-    """Says where slots stand, as columns [B, 1] int64 on the device."""
+    """Places of slots, columns [B, 1] on the device."""
 
     slots: Tensor
     starts: Tensor
-    """The first working row."""
+    """First working row."""
     ends: Tensor
-    """The working row behind the visible ones."""
+    """Working row after the visible ones."""
     positions: Tensor
-    """The position behind the visible ones."""
+    """Position after the visible ones."""
     full_ends: Tensor
-    """The row behind the tokens in the full cache."""
+    """Row after the tokens in the full cache."""
 
 
 def moved(mean: float, value: float) -> float:
-    """Return a running mean, 0 before the first value, with one more value."""
+    """Return a running mean (0 before the first value) after another value."""
     return _MEMORY * mean + (1 - _MEMORY) * value if mean else value
 
 
 @dataclass(slots=True)
 class LevelGain:
-    """Learns what a level of drafting must promise to pay: the tokens that a step decides in the
-    time of a level.
-    """
+    """Learns the least gain of a level: tokens that a step decides in a level's time."""
 
     clock: Clock
     least: float
     """Accepted tokens of a sequence."""
     _begun_at: float | None = None
-    """When the last tree was begun; None if a prompt was read since."""
+    """Start of the last tree; None if a prompt was read since."""
     _num_read: int = 0
-    """Times that decided tokens were read since: more than once if its step was not the last
-    one.
-    """
+    """Readings of decided tokens since; more than 1 after steps without a tree."""
     _level_s: float = 0.0
     _step_s: float = 0.0
     _num_tokens: float = 0.0
 
     def begin(self) -> None:
-        """Record that a tree is begun."""
+        """Record the start of a tree."""
         now = self.clock()
         if self._begun_at is not None and self._num_read == 1 and now > self._begun_at:
             self._step_s = moved(self._step_s, now - self._begun_at)
@@ -129,25 +124,25 @@ class LevelGain:
         self._num_read = 0
 
     def end(self, num_levels: int) -> None:
-        """Record that it has so many levels."""
+        """Record the end of a tree with this many levels."""
         if self._begun_at is not None:
             self._level_s = moved(self._level_s, (self.clock() - self._begun_at) / num_levels)
 
     def read(self, num_tokens: Sequence[int]) -> None:
-        """Record that so many decided tokens of each sequence were read."""
+        """Record decided tokens by sequence."""
         self._num_read += 1
-        if max(num_tokens) > 1 + TreeOptions.ngram_depth:  # of more than one step
+        if max(num_tokens) > 1 + TreeOptions.ngram_depth:  # several steps
             self.interrupt()
         elif self._num_read == 1:
             self._num_tokens = moved(self._num_tokens, sum(num_tokens) / len(num_tokens))
 
     def interrupt(self) -> None:
-        """Record that something takes time that is not a step's, such as reading a prompt."""
+        """Record other work, such as reading a prompt."""
         self._begun_at = None
 
 
 class CausalDrafter(Drafter):
-    """Grows OPT-Trees with a draft network, whose view of the document is chosen by `select`."""
+    """Grows OPT-Trees with a draft network that sees the selected part of the document."""
 
     def __init__(
         self,
@@ -159,13 +154,13 @@ class CausalDrafter(Drafter):
         graphs: Graphs | None = None,
         clock: Clock = stands_still,
     ):
-        """Take the network, and the number of slots.
+        """Take the network.
 
-        `num_visible_rows` is the largest number that `select` is called with, None for all. With
-        `graphs` every level of a tree runs at full width, so that nothing is asked of the device,
-        and a tree has one of the shapes `tree.captured`.
-        A tree ends at the level that does not pay, by a clock that stands still at
-        `tree.threshold`.
+        Args:
+            num_visible_rows: Most tokens of a selection; None: all.
+            graphs: With captured steps levels have full width, and trees a shape of
+                `tree.captured`.
+            clock: Finds the level that does not pay, at which a tree ends.
         """
         self.network = network
         self._cache = network.cache
@@ -179,20 +174,20 @@ class CausalDrafter(Drafter):
         stored = self._cache.working.parts[0]
         device = stored.device
         self._root_ids = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        """[slots], the last decided token, from which the next tree starts"""
+        """Last decided tokens [slots], the roots."""
         self._root_hidden = stored.new_zeros(num_slots, network.hidden_size)
-        """[slots, C], the network's output at it"""
+        """Outputs [slots, C] at the roots."""
         self._texts = torch.zeros(num_slots, HISTORY, dtype=torch.int64, device=device)
-        """[slots, 3], the last tokens: of the prompt, and of all if the network reads them; -1
-        before the first.
+        """Last tokens [slots, 3], -1 before the first; of outputs only if the network reads
+        history.
         """
         self._unread: dict[int, tuple[list[int], Tensor]] = {}
-        """The decided tokens of slots, and features, that `absorb` has left to `propose`."""
+        """Decided tokens and features by slot, left to `propose`."""
         self._located: tuple[list[list[int]], Tensor] | None = None
-        """What the host last knew of some slots' places, and the same on the device."""
+        """Last known places, on host and device."""
 
     def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Reserve room for a sequence; return False if there is none now."""
+        """Reserve room for a sequence; return False without room."""
         num_tokens = num_prompt_tokens + max_new_tokens + self._options.depth + 1
         chosen = num_prompt_tokens if self._num_visible_rows is None else self._num_visible_rows
         visible = min(num_tokens, chosen + max_new_tokens + self._options.depth + 1)
@@ -201,29 +196,25 @@ class CausalDrafter(Drafter):
         return self._cache.admit(slot, num_tokens, visible + scratch)
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at
-        them.
-        """
+        """Read a prompt's next chunk: token_ids [T] with features [T, F]."""
         self._gain.interrupt()
         before = self._texts[slot]
-        # at a text's start the first token stands for those before it
+        # the first token of a text stands for tokens before it
         text = torch.cat([before.where(before >= 0, token_ids[:1]), token_ids])
         self._texts[slot] = text[-HISTORY:]
         self.network.prefill(slot, text, hidden)
 
     def select(self, slot: int, positions: Tensor) -> None:
-        """Let the draft see these committed positions [S], ascending and on the host, and what
-        `absorb` adds later.
-        """
+        """Show committed positions [S], ascending and on the host, and later tokens."""
         self._cache.select(slot, positions)
 
     def read_selected(self, slots: Sequence[int]) -> int:
-        """Read the selected tokens that the draft has no rows for; return their number."""
+        """Read selected tokens without rows; return their number."""
         return self.network.read(slots)
 
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
-        """Run the newly decided tokens, the new root last, behind the rows that each slot sees
-        now: in the call that grows the next tree, if there is one.
+        """Read decided tokens, the new root last. With `at_once` the next tree's call reads
+        them.
         """
         self._gain.read([*map(len, decided.token_ids)])
         if self.network.at_once is not None:
@@ -232,7 +223,7 @@ class CausalDrafter(Drafter):
                 token_ids = token_ids + new
                 before = torch.cat([before, features[: len(new)]])
                 late = len(token_ids) - 1
-                if late > TreeOptions.ngram_depth:  # alone: all slots would be padded to it
+                if late > TreeOptions.ngram_depth:  # padding all slots to it would cost more
                     self._gain.interrupt()
                     read = torch.tensor([token_ids[:late]])
                     self._read([slot], self._locate([slot]), read, before[None, :late])
@@ -252,8 +243,8 @@ class CausalDrafter(Drafter):
         self._located = self._known(slots), table
 
     def propose(self, slots: Sequence[int], num_drafts: int | None = None) -> DraftTrees:
-        """Grow a tree of up to `num_drafts` nodes behind each slot's root; captured ones have the
-        smallest shape that holds as many.
+        """Grow trees of up to `num_drafts` nodes; captured ones have the smallest shape with
+        room.
         """
         if not self._graphs.enabled:
             self._gain.begin()
@@ -281,7 +272,6 @@ class CausalDrafter(Drafter):
         self._located = None
 
     def _known(self, slots: Sequence[int]) -> list[list[int]]:
-        """Return what the host knows of the slots' places: the rows of `_SlotPlaces`."""
         held = [self._cache.of[slot] for slot in slots]
         return [
             [
@@ -295,9 +285,7 @@ class CausalDrafter(Drafter):
         ]
 
     def _locate(self, slots: Sequence[int]) -> Tensor:
-        """Return the slots' places [B, 5]; they are uploaded only if the device does not have them
-        already.
-        """
+        """Return the places [B, 5], uploaded if they changed."""
         known = self._known(slots)
         if self._located is None or self._located[0] != known:
             self._located = known, upload(torch.tensor(known), self._texts.device)
@@ -306,10 +294,8 @@ class CausalDrafter(Drafter):
     def _read(
         self, slots: Sequence[int], table: Tensor, padded: Tensor, features: Tensor
     ) -> tuple[Tensor]:
-        """Run `padded` [B, T], of which -1 is padding, with features [B, T, F] behind what each
-        slot sees.
-
-        The last ones are the new roots. Returns the slots' places [B, 5] after it.
+        """Run `padded` tokens [B, T], -1 for padding, with features [B, T, F]; return the new
+        places.
         """
         places = _SlotPlaces(*table.split(1, 1))
         is_token = padded >= 0
@@ -331,7 +317,6 @@ class CausalDrafter(Drafter):
         return (torch.cat([table[:, :2], table[:, 2:] + counts], 1),)
 
     def _grow_at_once(self, slots: Sequence[int], num_drafts: int) -> DraftTrees:
-        """Read what is unread of the slots, and grow their trees, in one call."""
         unread = {slot: self._unread.pop(slot) for slot in slots}
         width = max(len(new) for new, _ in unread.values())
         texts, features = [], []
@@ -344,7 +329,7 @@ class CausalDrafter(Drafter):
             text = torch.cat([self._texts[slot], torch.tensor(new)])
             self._texts[slot] = text[-HISTORY:]
             missing = width - len(new)
-            texts.append(pad(text.clamp(min=0), (missing, 0)))  # -1: before the text
+            texts.append(pad(text.clamp(min=0), (missing, 0)))  # -1 before the text
             features.append(pad(before, (0, 0, missing, 0)))
             self._cache.advance(slot, new)
         nodes, log_probs = self.network.at_once.grow(
@@ -362,11 +347,7 @@ class CausalDrafter(Drafter):
         return prune(trees, 1 + num_drafts)
 
     def _read_history(self, slots: Tensor, token_ids: Tensor, counts: Tensor) -> Tensor:
-        """Return the tokens [B, T, 3] before each newly decided one [B, T], nearest first, and
-        remember the last ones.
-
-        slots, counts [B, 1].
-        """
+        """Return three tokens [B, T, 3] before each new token, nearest first; remember the last."""
         slots = slots.squeeze(1)
         texts = torch.cat([self._texts.index_select(0, slots), token_ids], 1)
         last = counts + torch.arange(HISTORY, device=counts.device)
@@ -380,7 +361,6 @@ class CausalDrafter(Drafter):
         tree: TreeOptions,
         num_drafts: int | None = None,
     ) -> DraftTrees:
-        """Grow a tree behind each slot's root; `table` [B, 5] are the slots' places."""
         places = _SlotPlaces(*table.split(1, 1))
         token_ids, hidden, texts = (
             stored.index_select(0, table[:, 0])
@@ -422,8 +402,8 @@ class CausalDrafter(Drafter):
         depth: int,
         history: Tensor | None,
     ) -> Tensor:
-        """Run [B, T] tokens: a tree level (`mask` [B, T, M], at `depth`), or a causal run behind
-        the visible rows.
+        """Run a level of a tree with its `mask` [B, T, M], or decided tokens, after the visible
+        rows.
         """
         num_new = token_ids.shape[1]
         behind = num_new if mask is None else mask.shape[2]

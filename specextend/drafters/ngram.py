@@ -1,10 +1,8 @@
-"""N-gram drafts, which need no model: they propose what followed the same tokens before, in the
-prompt or the output.
+"""N-gram drafts: tokens that followed the same tokens earlier.
 
-Prompt lookup (Saxena 2023) and suffix decoding (Oliaro and others, arXiv 2411.04975) propose what
-followed the longest match of the text's end. Here every match proposes its next token, a candidate,
-at the rate at which such candidates were right. The tree holds the likeliest paths: of candidates
-alone, or of candidates and a draft's tree under one node budget.
+Prompt lookup (Saxena 2023) and suffix decoding (Oliaro and others, arXiv 2411.04975) continue the
+longest match. Here every match proposes its next token at a measured rate, and a tree holds the
+likeliest paths, merged with another draft's.
 """
 
 from collections import Counter, defaultdict
@@ -21,74 +19,60 @@ from specextend.decoding.tree import Decided, Drafter, DraftTrees, TreeNode
 from specextend.drafters.causal import Clock, moved, stands_still
 
 LONGEST = 12
-"""Largest length of a match in tokens; a longer match counts as this long."""
+"""Longest match in tokens."""
 MOST = 32
-"""Largest number of matches that are returned."""
+"""Most matches of a text's end."""
 LEAST_PROBABILITY = 0.01
-"""Smallest probability of a path that is worth verifying: one more node takes about a hundredth of
-a step.
-"""
+"""Least probability of a path: another node takes a hundredth of a step."""
 _MOST_CANDIDATES = 6
-"""Most candidates that are considered behind one node."""
+"""Most candidates after a node."""
 # Measured on greedy summaries of 20 GovReport documents of 8K tokens and more, cut to 0.9K to 3.5K,
 # by SmolLM2-135M.
 _LONE = (0.17, 0.33, 0.50, 0.62, 0.70, 0.75, 0.78, 0.82, 0.85, 0.88, 0.90, 0.93)
-"""Rates at which the text continues as after its only match, by the length of the match: 1, 2, ...
-tokens.
-"""
+"""Rates at which a text continues as its only match, by length from 1 on."""
 _CONTESTED = 0.7
-"""Factor on the rate of a candidate that at most half of the longest matches propose."""
+"""Factor on the rate of a candidate of at most half of the longest matches."""
 _MOST_AGREE = 0.5
 _ALL_AGREE = 0.8
-"""Least rate of a candidate that most, or all, of several longest matches propose."""
+"""Least rate of a candidate of most, or of all, longest matches."""
 _OWN = 0.15
-"""Share of the misses that become hits if a match lies in the output, which may repeat itself."""
+"""Share of misses that become hits if a match lies in the output."""
 _LATER_RANKS = (1.0, 0.5, 0.4)
-"""Factor on the rate of the likeliest candidate, the second, and all others."""
+"""Factors on the likeliest candidate, the second, and others."""
 _BESIDE_A_DRAFT = 0.75
-"""Factor on a candidate's probability where the draft proposes other tokens. Measured with the
-shipped EAGLE head.
-"""
+"""Factor on a candidate beside other tokens of a draft, measured with the shipped EAGLE head."""
 _BESIDE_MATCHES = 0.5
-"""Factor on a draft's probability where matches are nearly sure (`_SURE`) of other tokens. Measured
-in the same way.
-"""
+"""Factor on a draft's token beside nearly sure matches (`_SURE`), measured likewise."""
 _SURE = 0.65
 _CERTAIN = 0.99
-"""The highest probability of a node after its parent."""
+"""Highest probability of a node after its parent."""
 
 assert len(_LONE) == LONGEST
 
 
 class Match(NamedTuple):
-    """An earlier place whose last tokens are also the text's last. The best are the longest, then
-    the latest.
-    """
+    """An earlier place with the same last tokens; longer ones are better, then later ones."""
 
     length: int
-    """Number of equal tokens, 1 to `LONGEST`."""
+    """Equal tokens, 1 to `LONGEST`."""
     position: int
-    """Position of the token that followed there."""
+    """Position of the token after them."""
 
 
 class SuffixIndex:
     """A text and the matches of its end.
 
-    A new token visits each of its earlier occurrences: a match ends there, one token longer than
-    the match that ended one token before. So no search is needed.
+    A new token extends the matches before its occurrences, so nothing is searched.
     """
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
-        """The text so far."""
-        # token -> position behind each occurrence
+        # token -> positions after its occurrences
         self._followers: defaultdict[int, list[int]] = defaultdict(list)
-        self._lengths: dict[int, int] = {}  # position behind a match -> length of the match
+        self._lengths: dict[int, int] = {}  # position after a match -> length
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append many tokens; only the last ones are matched, because the matches depend on nothing
-        else.
-        """
+        """Append many tokens; only the last ones matter to matches."""
         unmatched = token_ids[:-LONGEST]
         if unmatched:
             self._lengths = {}
@@ -109,14 +93,12 @@ class SuffixIndex:
         followers.append(len(self.token_ids))
 
     def matches(self) -> list[Match]:
-        """Return the `MOST` longest matches of the text's end, the best first."""
+        """Return the best matches of the end, best first."""
         best = sorted(zip(self._lengths.values(), self._lengths, strict=True), reverse=True)[:MOST]
         return [Match(length, position) for length, position in best]
 
     def continued(self, matches: Sequence[Match]) -> list[Match]:
-        """Return the matches one token later if the text continues as they do, without those that
-        reach its end.
-        """
+        """Return the matches after one more token."""
         end = len(self.token_ids)
         return [
             Match(min(length + 1, LONGEST), position + 1)
@@ -132,15 +114,15 @@ class Candidate(NamedTuple):
     probability: float
     """Probability after the parent."""
     matches: Sequence[Match] = ()
-    """The matches that it followed, best first."""
+    """Its matches, best first."""
     draft_node: int = -1
-    """Its number in the draft's tree; -1 if the draft does not propose it."""
+    """Number in the draft's tree, or -1."""
 
 
 def candidates_of(
     token_ids: Sequence[int], matches: Sequence[Match], num_prompt_tokens: int
 ) -> list[Candidate]:
-    """Return what followed the `matches` (best first) in the text `token_ids`, likeliest first."""
+    """Return the tokens after `matches`, likeliest first."""
     followers: dict[int, list[Match]] = {}
     for match in matches:
         followers.setdefault(token_ids[match.position], []).append(match)
@@ -161,9 +143,7 @@ def candidates_of(
 
 
 def _rate(length: int, count: int, of: int, is_own: bool) -> float:
-    """Return how often a candidate is right that `count` of the longest matches propose, which are
-    `length` long.
-    """
+    """Return the rate of a candidate of `count` out of `of` matches."""
     rate = _LONE[length - 1]
     if of > 1:
         rate = (
@@ -186,29 +166,27 @@ def children_of(tree: Sequence[TreeNode]) -> dict[int, list[Candidate]]:
 
 
 def promised(tree: Sequence[TreeNode]) -> float:
-    """Return the accepted tokens that a tree promises."""
+    """Return the expected accepted tokens of a tree."""
     return sum(exp(node.log_prob) for node in tree[1:])
 
 
 class NgramState:
-    """The text of one sequence and its matches. Lives as long as its request."""
+    """The text of one request and its matches."""
 
     def __init__(self, num_prompt_tokens: int, max_new_tokens: int):
         self._num_prompt_tokens = num_prompt_tokens
         self._most_tokens = num_prompt_tokens + max_new_tokens
         self._index = SuffixIndex()
         self.draft_gain = 1.0
-        """Running mean of the accepted tokens that a draft's own tree promises."""
+        """Running mean of the expected accepted tokens of a draft's tree."""
 
     @property
     def most_levels(self) -> int:
-        """Return the number of tree levels that the output still has room for, with the bonus token
-        behind them.
-        """
+        """Return the levels for which the output has room."""
         return max(0, self._most_tokens - len(self._index.token_ids) - 1)
 
     def read(self, token_ids: Sequence[int]) -> None:
-        """Append the next tokens, of the prompt or the output."""
+        """Append tokens of the prompt or the output."""
         self._index.extend(token_ids)
 
     def propose(
@@ -218,16 +196,13 @@ class NgramState:
         draft: Mapping[int, Sequence[Candidate]],
         least_probability: float = LEAST_PROBABILITY,
     ) -> list[TreeNode]:
-        """Return the root and the `num_drafts` likeliest nodes behind it, parents first; none less
-        likely than asked.
+        """Return the root and the likeliest nodes, parents first; path probabilities only shrink.
 
-        They are candidates and nodes of a draft's tree (`children_of`; may be empty). The tree has
-        `depth` levels at most, and no more than the output has room for. It grows best first: path
-        probabilities only shrink, so the best nodes so far are the best of all.
+        Args:
+            draft: Nodes of a draft's tree by parent (`children_of`); may be empty.
         """
         depth = min(depth, self.most_levels)
         nodes = [TreeNode(-1, self._index.token_ids[-1], 0, 0.0)]
-        # of two equal ones the first found comes first
         open_: list[tuple[float, int, int, Candidate]] = []
         num_found = 0
 
@@ -257,7 +232,6 @@ class NgramState:
     def _offers(
         self, matches: Sequence[Match], drafted: Sequence[Candidate]
     ) -> Iterator[Candidate]:
-        """Yield what matches and draft propose behind one node."""
         candidates = candidates_of(self._index.token_ids, matches, self._num_prompt_tokens)
         left = {child.token_id: child for child in drafted}
         for each in candidates:
@@ -275,10 +249,9 @@ class NgramState:
 
 
 class NgramDrafter(Drafter):
-    """Proposes n-gram drafts, alone or merged into another draft's trees.
+    """Proposes n-gram drafts, merged into another draft's trees if there is one.
 
-    N-gram drafts read tokens only, and always see all of them. Trees are cut to the remaining
-    length of the output, so they need no room behind its last token.
+    Trees end with the output, so they need no room after its last token.
     """
 
     def __init__(
@@ -288,12 +261,12 @@ class NgramDrafter(Drafter):
         draft: Drafter | None = None,
         clock: Clock = stands_still,
     ):
-        """Take the tree's options, the device on which trees are wanted, and the draft to merge
-        into.
+        """Take the other draft.
 
-        The draft is skipped where n-grams alone bring more tokens per second, by its share of a
-        step's time. By a clock that stands still it always proposes, so that equal requests give
-        equal counts.
+        Args:
+            draft: It is skipped where n-grams bring more tokens per second without it.
+            clock: Measures the draft's share of a step; by `stands_still` the draft always
+                proposes.
         """
         self._options = tree
         self._device = device
@@ -305,18 +278,12 @@ class NgramDrafter(Drafter):
         self.drafted: dict[int, set[int]] = {}
         self._proposal_s = self._rest_s = 0.0
         self._has_proposed = False
-        """Whether slots that do not pause had a proposal in this step."""
+        """True if drafts that do not pause proposed in this step."""
         self._ended_at: float | None = None
-        """When the last proposal ended; None if a prompt was read since, or a step taken without a
-        draft.
-        """
+        """End of the last proposal; None after a prompt or a plain step."""
 
     def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Reserve room for a sequence; return False if there is none now.
-
-        The draft absorbs a batch's new tokens padded to the longest run, which may be deeper than
-        its own trees.
-        """
+        """Reserve room for a sequence, and for a batch's padding; return False without room."""
         num_new = max_new_tokens + self._options.ngram_depth
         if not self._draft.admit(slot, num_prompt_tokens, num_new):
             return False
@@ -324,29 +291,27 @@ class NgramDrafter(Drafter):
         return True
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at
-        them.
-        """
+        """Read a prompt's next chunk: token_ids [T] with features [T, F]."""
         self._ended_at = None
         self._slots[slot].read(token_ids.tolist())
         self._draft.prefill(slot, token_ids, hidden)
 
     def select(self, slot: int, positions: Tensor) -> None:
-        """Let the draft see these committed positions [S]; n-gram drafts see all."""
+        """Show the draft committed positions [S]."""
         self._draft.select(slot, positions)
 
     def read_selected(self, slots: Sequence[int]) -> int:
-        """Let the draft read what was selected."""
+        """Let the draft read selected tokens."""
         return self._draft.read_selected(slots)
 
     def read(self, slot: int, token_ids: list[int]) -> None:
-        """Append newly decided tokens to the text."""
+        """Append decided tokens to the text."""
         self._slots[slot].read(token_ids)
 
     def glance(
         self, slots: Sequence[int], num_drafts: int, least_probability: float
     ) -> DraftTrees | None:
-        """Propose the likeliest n-gram drafts alone."""
+        """Propose n-gram drafts without the other draft."""
         if not self._has_proposed:
             self._ended_at = None
         self._has_proposed = False
@@ -359,13 +324,11 @@ class NgramDrafter(Drafter):
         )
 
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
-        """Let the draft read what was decided for these slots."""
+        """Let the draft read decided tokens."""
         self._draft.absorb(slots, decided)
 
     def propose(self, slots: Sequence[int], num_drafts: int | None = None) -> DraftTrees:
-        """Propose a tree behind each slot's root: the likeliest nodes of both, or the root
-        alone.
-        """
+        """Propose the likeliest nodes of both drafts."""
         limits = self._options.most_drafts if num_drafts is None else num_drafts, self.num_levels
         if self._ended_at is not None:
             self._rest_s = moved(self._rest_s, self._clock() - self._ended_at)
@@ -383,7 +346,7 @@ class NgramDrafter(Drafter):
         self._draft.release(slot)
 
     def _merge(self, trees: dict[int, list[TreeNode]], limits: tuple[int, int]) -> None:
-        """Replace the trees of slots for which drafting pays by merged ones."""
+        """Replace trees by merged ones where the draft pays."""
         lacking = [
             slot for slot, nodes in trees.items() if self._draft_pays(self._slots[slot], nodes)
         ]
@@ -399,10 +362,9 @@ class NgramDrafter(Drafter):
             trees[slot] = state.propose(*limits, children_of(tree))
 
     def _draft_pays(self, state: NgramState, nodes: Sequence[TreeNode]) -> bool:
-        """Return True if drafting brings more tokens per second than these n-gram drafts alone.
+        """Return True if the draft brings more tokens per second than `nodes` without it.
 
-        The draft's own tree helps if no n-gram draft contains the next token. A step without it
-        saves its share of the time, once a whole step was measured.
+        Its tree helps where no n-gram draft is right.
         """
         if state.most_levels <= 0 or not self._rest_s:
             return state.most_levels > 0

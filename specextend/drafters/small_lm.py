@@ -1,8 +1,7 @@
-"""A small standalone causal LM as the draft. It reads only the tokens that it sees.
+"""A small causal LM as the draft. It reads only visible tokens.
 
-The paper (arXiv 2505.20776) lets such a draft read the whole prompt and then hides most of it. Here
-retrieval comes first, so the work and the memory of a draft do not depend on the length of a
-document. When the choice changes, only the new tokens are read, into the rows of those that left.
+In the paper (arXiv 2505.20776) it reads the whole prompt. Here retrieval comes first, so work and
+memory do not grow with the document, and a new choice is read into the rows of tokens that left.
 
 Shapes: `B` sequences, `T` new rows of each, `S` visible tokens, `C` hidden size, `V` vocabulary.
 """
@@ -23,16 +22,16 @@ from specextend.drafters.causal import HISTORY
 
 @dataclass(slots=True)
 class Reading(DraftRows):
-    """The text of one sequence, and which of its tokens the draft sees."""
+    """A sequence's text and visible tokens."""
 
     text: list[Tensor] = field(default_factory=list)
-    """Token ids in pieces [n], on the device."""
+    """Token ids [n] in pieces, on the device."""
     decided: list[int] = field(default_factory=list)
-    """Token ids that follow `text`."""
+    """Token ids after `text`."""
     shown: list[int] = field(default_factory=list)
-    """Positions in the text of the tokens in the visible rows."""
+    """Positions of the tokens in the visible rows."""
     wanted: list[int] | None = None
-    """Positions of a new choice that was not read yet, ascending."""
+    """Positions of an unread choice, ascending."""
 
     def tokens_at(self, positions: Sequence[int]) -> Tensor:
         """Return the ids of the tokens at `positions` [n]."""
@@ -42,10 +41,9 @@ class Reading(DraftRows):
         return self.text[0].index_select(0, upload(torch.tensor(positions), device))
 
     def replace(self, size: int) -> list[list[int]]:
-        """Let new tokens of the choice take rows of tokens that left; return runs of these rows.
+        """Give new tokens the rows of tokens that left; return runs of these rows.
 
-        All other tokens keep their rows, also those that left and whose rows nobody needs. If more
-        than half would change, or the new tokens are no runs of `size`, there is one run: all rows.
+        If more than half change, or new tokens are no runs of `size`, one run has all rows.
         """
         assert self.wanted is not None
         wanted = [position for position in self.wanted if position < self.length]
@@ -66,26 +64,26 @@ class Reading(DraftRows):
 
 
 class ReadCache(VisibleCache):
-    """The rows of a draft that reads what it is to see. `ModelNetwork.read` fills them."""
+    """Rows of a draft that reads what it sees, filled by `ModelNetwork.read`."""
 
     of: dict[int, Reading]  # type: ignore[assignment]
 
     def admit(self, slot: int, num_tokens: int, num_working_rows: int) -> bool:
-        """Reserve the rows that are visible at most; return False if there is no room now."""
+        """Reserve the rows of the visible tokens; return False without room."""
         if not super().admit(slot, num_tokens, num_working_rows):
             return False
         self.of[slot] = Reading(self.of[slot].working)
         return True
 
     def select(self, slot: int, positions: Tensor) -> None:
-        """Choose the tokens at `positions` [S] to be read before the draft is used next."""
+        """Choose the tokens at `positions` [S], to be read before the next draft."""
         self.of[slot].wanted = positions.tolist()
 
     def write_back(self, rows: Tensor, positions: Tensor, full_rows: Tensor) -> None:
-        """Keep no copies: tokens that are chosen again are read again."""
+        """Keep no copies: a token that is chosen again is read again."""
 
     def advance(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Count `token_ids` as the sequence's next tokens, in the rows after the visible ones."""
+        """Count `token_ids` as the next tokens, after the visible rows."""
         held = self.of[slot]
         held.decided += token_ids
         held.shown += range(held.length, held.length + len(token_ids))
@@ -93,7 +91,7 @@ class ReadCache(VisibleCache):
 
 
 class ModelNetwork:
-    """A stock transformers LM. It reads tokens only and ignores the target's hidden states."""
+    """A causal LM of transformers, which ignores the target's hidden states."""
 
     vocabulary: Tensor | None = None
     hidden_layers: tuple[int, ...] | None = None
@@ -111,11 +109,10 @@ class ModelNetwork:
         """Take the model.
 
         Args:
-            model: The draft, with rows for what a full batch sees.
             chunk_size: Tokens that a retrieval shows or hides together.
-            max_chunk: Tokens that one forward reads at most.
-            num_shared: Number of ids that target and draft share, from 0 on. The draft proposes no
-                others, and reads `other_id` for them. None: all ids are shared.
+            max_chunk: Most tokens of a forward.
+            num_shared: First ids, shared with the target; None: all. Other ids are never proposed,
+                and read as `other_id`.
         """
         self._model = model
         self._chunk_size = chunk_size
@@ -126,15 +123,13 @@ class ModelNetwork:
         self.cache = ReadCache(model.cache)
 
     def prefill(self, slot: int, text: Tensor, hidden: Tensor) -> None:
-        """Take the next chunk of the prompt, without reading it."""
+        """Keep a prompt's next chunk, unread."""
         held = self.cache.of[slot]
         held.text.append(text[HISTORY:])
         held.length += len(text) - HISTORY
 
     def read(self, slots: Sequence[int]) -> int:
-        """Read the tokens that were selected and are not in the rows of `slots`; return their
-        number.
-        """
+        """Read selected tokens without rows; return their number."""
         num_read = 0
         changed: list[tuple[Reading, list[int]]] = []
         for slot in slots:
@@ -154,7 +149,7 @@ class ModelNetwork:
         return num_read
 
     def _read(self, runs: Sequence[tuple[Reading, list[int]]]) -> None:
-        """Read runs of rows [T] of one length. A token sees the rows up to its own."""
+        """Read runs of rows [T] of one length."""
         token_ids = torch.stack(
             [held.tokens_at([held.shown[row] for row in rows]) for held, rows in runs]
         )

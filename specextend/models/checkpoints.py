@@ -1,9 +1,7 @@
-"""Weights of a checkpoint as a model computes with them, unpacked, and with an adapter.
+"""Weights of a checkpoint, unpacked and with an adapter.
 
-`read_packing` reads what a config says of its weights, `read_weights` lists the tensors that the
-files hold once they are unpacked, `merge_adapter` adds a LoRA adapter, and `open_weights` makes one
-at a time. All arithmetic is in float32; whoever loads a tensor rounds it once, to the dtype of the
-model.
+`read_packing` reads a config, `read_weights` lists unpacked tensors, `merge_adapter` adds a LoRA
+adapter, `open_weights` makes the tensors. Arithmetic is in float32; the loader rounds once.
 """
 
 import math
@@ -33,21 +31,21 @@ from specextend.shipped import on_this_machine
 
 SERVED = "fp8, compressed-tensors, mxfp4, awq, gptq"
 _CT_FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
-"""Formats of compressed-tensors whose weights are numbers, scales and offsets."""
+"""Formats of compressed-tensors with numbers, scales and offsets."""
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Field of an int32 that holds each of eight columns."""
+"""Fields of an int32 for eight columns."""
 _MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _RUNTIME = tuple(f".{name}_scale" for name in ("input", "output", "q", "k", "v"))
-"""Tensors that only round inputs or caches, which stay in the model's dtype here."""
+"""Tensors that only round inputs or caches."""
 _OF_PLAIN_LORA = (
     *("peft_type", "base_model_name_or_path", "revision", "task_type", "inference_mode"),
     *("auto_mapping", "peft_version", "target_modules", "exclude_modules", "layers_to_transform"),
     *("layers_pattern", "r", "lora_alpha", "use_rslora", "lora_dropout", "bias"),
     *("init_lora_weights", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
 )
-"""Keys of an adapter's config that say nothing, or are understood; any other must be unset."""
+"""Known keys of an adapter's config; others must be unset."""
 _STARTS = (True, False, "gaussian", "orthogonal", "eva")
-"""Ways to begin a training that leave the weights of the model alone."""
+"""Initial values that leave the model's weights alone."""
 _TORCH_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
@@ -60,17 +58,17 @@ _TORCH_DTYPES = {
 
 
 class Packing(NamedTuple):
-    """The part of a `quantization_config` that tensors do not say themselves."""
+    """Facts of a `quantization_config` that tensors do not tell."""
 
     method: str
     blocks: tuple[tuple[int, int], ...] = ()
-    """Rows and columns of a weight that share a scale; several if layers differ."""
+    """Rows and columns with a common scale, of all kinds of layers."""
     zero_offset: int = 0
-    """The difference between an offset and the number that is stored for it."""
+    """Difference between an offset and its stored number."""
 
 
 class _Layout(NamedTuple):
-    """The tensors that hold one weight, by the ends of their names."""
+    """Tensors of a weight, by the ends of names."""
 
     key: str
     weight: str
@@ -82,12 +80,12 @@ class _Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of a checkpoint, as it is once unpacked."""
+    """A tensor of a checkpoint once unpacked."""
 
     info: TensorInfo
-    """Its name, shape, and a float dtype."""
+    """Name, shape, and a float dtype."""
     parts: Mapping[str, TensorInfo] = field(default_factory=dict)
-    """Tensors of the files that hold it, by the ends of their names; none for a plain tensor."""
+    """Packed tensors by the ends of names."""
     unpack: Callable[[Mapping[str, Tensor]], Tensor] | None = None
 
 
@@ -95,16 +93,16 @@ _ROTATION = re.compile("rotation|hadamard|transform")
 
 
 def read_packing(raw: Values, model: str) -> Packing | None:
-    """Read how the weights of a model are packed from its raw config; None if they are not.
+    """Read the packing of a model's weights from its config; None without packing.
 
     Raises:
-        ModelError: They cannot be unpacked exactly.
+        ModelError: Weights cannot be unpacked exactly.
     """
     values = raw.get("quantization_config") or raw.get("compression_config")
     if not values:
         return None
     method = str(values.get("quant_method", "unknown"))
-    # weights for inputs that are rotated first, which no tensor says
+    # inputs would have to be rotated, which no tensor tells
     rotated = [key for key, value in values.items() if value and _ROTATION.search(key)]
     if rotated:
         method += f": {', '.join(rotated)}"
@@ -144,7 +142,7 @@ def _blocks_of(groups: list[Values]) -> tuple[tuple[int, int], ...]:
 def read_weights(
     found: Mapping[str, TensorInfo], packing: Packing | None, model: str
 ) -> dict[str, Weight]:
-    """List the tensors of a checkpoint as they are once unpacked, from the headers of its files.
+    """List the unpacked tensors of a checkpoint.
 
     Raises:
         ModelError: A part is missing or does not fit the others.
@@ -170,7 +168,7 @@ def read_weights(
 def _assemble(
     stem: str, found: Mapping[str, TensorInfo], layout: _Layout, packing: Packing, model: str
 ) -> Weight:
-    """Find the parts of one weight, and the shape that it gets."""
+    """Find the parts and the shape of a weight."""
     for choice in layout.required:
         if not any(stem + end in found for end in choice.split("|")):
             missing = stem + choice.partition("|")[0]
@@ -201,7 +199,7 @@ def _shape_of(
     kinds: tuple[tuple[str, str, tuple[int, ...]], ...],
     shape: tuple[int, ...] | None,
 ) -> tuple[int, ...]:
-    """Unpack tensors without storage, which shows whether their shapes fit."""
+    """Unpack tensors without storage to check their shapes."""
     parts = {
         end: torch.empty(size, dtype=_TORCH_DTYPES[dtype], device="meta")
         for end, dtype, size in kinds
@@ -212,13 +210,10 @@ def _shape_of(
 
 
 def merge_adapter(weights: Mapping[str, Weight], adapter: str, model: str) -> dict[str, Weight]:
-    """Return the weights of a model with a LoRA adapter: W + alpha / r * B A, once they are opened.
-
-    Args:
-        adapter: Its folder, with ADAPTER_CONFIG and ADAPTER_WEIGHTS.
+    """Add a LoRA adapter to weights: W + alpha / r * B A, once opened.
 
     Raises:
-        ModelError: The adapter is another than plain LoRA, or one of another model.
+        ModelError: The adapter is not plain LoRA, or belongs to another model.
     """
     folder = adapter_folder(adapter)
     rank, scale = _read_lora(folder, adapter)
@@ -249,7 +244,7 @@ def merge_adapter(weights: Mapping[str, Weight], adapter: str, model: str) -> di
 
 
 def _read_lora(folder: Path, adapter: str) -> tuple[int, float]:
-    """Return the rank of a LoRA adapter, and the factor on its products."""
+    """Return the rank and the factor of a LoRA adapter."""
     config = read_json(folder / ADAPTER_CONFIG)
     others = {key for key, value in config.items() if value and key not in _OF_PLAIN_LORA}
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
@@ -278,7 +273,7 @@ def _with_adapter(
 
 
 def adapter_folder(adapter: str) -> Path:
-    """Return the folder of an adapter on this machine. Raises ModelError if it is not there."""
+    """Return the folder of an adapter on this machine. Raises ModelError."""
     folder = Path(on_this_machine(adapter))
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
@@ -287,9 +282,9 @@ def adapter_folder(adapter: str) -> Path:
 
 
 def open_weights(weights: Mapping[str, Weight]) -> dict[str, Any]:
-    """Return tensors by name; `tensor[...]` reads one from its file, and unpacks it."""
+    """Return tensors by name. `tensor[...]` reads and unpacks."""
     infos = [each for weight in weights.values() for each in (weight.info, *weight.parts.values())]
-    # Closed when nobody has them any more: transformers reads in threads, also beyond an error.
+    # Never closed by hand: transformers reads in threads, even after an error.
     opened = {file: safe_open(file, framework="pt") for file in {info.file for info in infos}}
     return {
         name: _Unpacked(weight, opened)
@@ -301,7 +296,7 @@ def open_weights(weights: Mapping[str, Weight]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Unpacked:
-    """A weight that is unpacked when it is indexed, as a slice of a safetensors file is read."""
+    """A weight that is unpacked when it is indexed, like a slice."""
 
     weight: Weight
     opened: Mapping[Path, Any]
@@ -321,7 +316,7 @@ class _Unpacked:
             ) from None
 
 
-# What the formats mean: W[out, in] = (numbers - offsets) * scales
+# Formats: W[out, in] = (numbers - offsets) * scales
 
 
 def _scaled(
@@ -334,9 +329,9 @@ def _scaled(
     """Multiply numbers [out, in] with scales [R, G] in float32.
 
     Args:
-        offsets: [R, G], subtracted before; None for none.
-        blocks: Rows and columns that may share a scale.
-        columns: The group of each column [in]; None: by `blocks`.
+        offsets: Offsets [R, G] of the numbers; None: none.
+        blocks: Rows and columns with a common scale.
+        columns: Group of each column [in]; None: by `blocks`.
     """
     if not scales.is_floating_point():
         raise ValueError(f"scales of type {scales.dtype}")
@@ -362,7 +357,7 @@ def _scaled(
 
 
 def _places(size: int, num_scales: int, blocks: set[int]) -> Tensor:
-    """Return which of `num_scales` scales each of `size` rows or columns takes."""
+    """Return the scale of each of `size` rows or columns."""
     if num_scales == 1:
         return torch.zeros(size, dtype=torch.long)
     fitting = (
@@ -396,14 +391,14 @@ def _pack_quantized(packing: Packing, parts: Mapping[str, Tensor]) -> Tensor:
         raise ValueError(f"{list(packed.shape)} integers for {height} x {width} of 4 or 8 bits")
     offsets = torch.full_like(parts[".weight_scale"], 1 << bits[0] - 1, dtype=torch.float32)
     zeros = parts.get(".weight_zero_point")
-    if zeros is not None and zeros.dtype == torch.int8:  # as files had them before 2025-05
+    if zeros is not None and zeros.dtype == torch.int8:  # in files before 2025-05
         offsets = offsets + zeros
     elif zeros is not None and zeros.dtype == torch.int32:
         offsets = _fields(zeros.T, bits[0])[:, :height].T
     elif zeros is not None:
         raise ValueError(f"zero points of type {zeros.dtype}")
     groups = parts.get(".weight_g_idx")
-    if groups is not None and not groups.is_meta and groups.min() < 0:  # says that it has none
+    if groups is not None and not groups.is_meta and groups.min() < 0:
         groups = None
     numbers = _fields(packed, bits[0])[:, :width]
     return _scaled(numbers, parts[".weight_scale"], offsets, packing.blocks, groups)
@@ -430,7 +425,7 @@ def _gptq(packing: Packing, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _mxfp4(packing: Packing, parts: Mapping[str, Tensor]) -> Tensor:
-    """Unpack experts [E, out, in / 32, 16] to [E, in, out], as transformers holds them."""
+    """Unpack experts [E, out, in / 32, 16] to [E, in, out]."""
     blocks = parts["_blocks"]
     values = torch.tensor((*_MXFP4, *(-value for value in _MXFP4)), device=blocks.device)
     scales = parts["_scales"].view(torch.float8_e8m0fnu).float()

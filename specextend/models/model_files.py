@@ -1,8 +1,6 @@
-"""The files of a model: on disk, or from the Hugging Face Hub at a commit; checked and hashed,
-never loaded.
+"""Files of a model, on disk or from the Hugging Face Hub at a commit: found, checked, hashed.
 
-If the Hub does not answer, its cache on this machine is used. What neither has raises ModelError,
-or HubUnreachableError if another try may help.
+The Hub's cache is used if the Hub does not answer.
 """
 
 from __future__ import annotations
@@ -41,14 +39,14 @@ from specextend.shipped import on_this_machine
 Dtype = Literal["bfloat16", "float16", "float32"]
 Scheme = Literal["int8", "fp8", "int4"]
 ADAPTER_CONFIG = "adapter_config.json"
-"""Says that an adapter lies in a folder, and how strong it is."""
+"""File of an adapter's settings."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 INDEX = "model.safetensors.index.json"
-"""Says in which file each tensor is, if there are several."""
+"""Index of several weight files."""
 TIMEOUT_S = 20.0
-"""Seconds in which the Hub must answer a question."""
+"""Seconds for an answer of the Hub."""
 _LATER = (408, 425, 429)
-"""HTTP codes below 500 after which another try may succeed."""
+"""HTTP codes below 500 that allow another try."""
 _CONFIG_FILES = ("config.json", "generation_config.json")
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -74,9 +72,9 @@ _CONVERT = (
 
 
 FLOATS = ("BF16", "F16", "F32", "F64")
-"""Types of weights; integers and 8-bit floats need scales that no config names."""
+"""Types of weights. Other types need scales."""
 VOCABULARY = "draft_token_ids"
-"""Tensor of a reduced vocabulary: the token ids that a draft can propose."""
+"""Tensor of the token ids that a draft can propose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,19 +82,21 @@ class TargetOptions:
     """`target.*`: The large model, whose output the run produces."""
 
     model: str
-    """A name on the Hugging Face Hub, or a local folder; `specextend prepare model` unpacks GGUF.
-    Behind the name may stand a branch, tag or commit (`owner/name@main`), otherwise the default
-    branch is meant; a run keeps its commit."""
+    """A name on the Hugging Face Hub, or a local folder; `specextend prepare model` unpacks GGUF. A
+    branch, tag or commit may follow the name (`owner/name@main`); without it the default branch
+    counts. A run keeps its commit.
+    """
     adapter: str | None = None
-    """A local folder with a LoRA adapter as PEFT saves it, which is merged into the weights."""
+    """A local folder with a LoRA adapter in PEFT's form, which is merged into the weights."""
     dtype: Dtype = "bfloat16"
-    """Number format of the weights and caches of target and draft: `bfloat16`, `float16` or
+    """Number format for the weights and caches of target and draft: `bfloat16`, `float16` or
     `float32`.
     """
     quantize: Scheme | None = None
-    """Weights of the target's layers in 8 or 4 bits: `int8`, `fp8` (a GPU from compute capability
-    8.9 on) or `int4`; unset: in `dtype`. Embeddings, LM head, caches and draft stay in `dtype`.
-    `fp8` and `int4` need the extra `quantize`."""
+    """Weights of the target's layers in 8 or 4 bits: `int8`, `fp8` (a GPU with compute capability
+    8.9 or higher) or `int4`; unset: in `dtype`. Embeddings, LM head, caches and draft stay in
+    `dtype`. `fp8` and `int4` need the extra `quantize`.
+    """
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -106,33 +106,35 @@ class TargetOptions:
 
 
 class ModelError(ValueError):
-    """A model that cannot be found, loaded or served; the message is one line."""
+    """A model that cannot be found, loaded or served. The message is one line."""
 
 
 class HubUnreachableError(ModelError):
-    """The Hub does not answer, and its cache on this machine lacks what is asked for; another try
-    may help.
-    """
+    """A model that is not in the cache while the Hub does not answer. Another try may help."""
 
 
 class TensorInfo(NamedTuple):
-    """One tensor of a safetensors file."""
+    """A tensor of a safetensors file."""
 
     file: Path
     name: str
     """In the file."""
     dtype: str
-    """As the file spells it: `BF16`, `F16`, `F32`, ..."""
+    """Type as the file spells it: `BF16`, `F16`, `F32`, ..."""
     shape: tuple[int, ...]
 
 
-# Where a model is
+# Places
 
 
 def find_folder(model: str, *, weights: bool) -> Path:
-    """Find a local folder, or the files of a Hub id, which are fetched into the Hub's cache.
+    """Return a local folder, or a Hub id's folder in the cache.
 
-    weights: fetch the weights too. Raises ModelError.
+    Args:
+        weights: Fetch the weights, too.
+
+    Raises:
+        ModelError: There is no such model.
     """
     folder = Path(on_this_machine(model))
     if folder.is_dir():
@@ -147,7 +149,7 @@ def find_folder(model: str, *, weights: bool) -> Path:
         )
     told = (*_CONFIG_FILES, *_TOKENIZER_FILES, _NAMED_TEMPLATES, INDEX, ADAPTER_CONFIG)
     folder = _fetch(model, [*told])
-    if weights:  # a repository may hold the same weights in several formats
+    if weights:  # in one of its formats
         _fetch(model, indexed_names(folder) or [_WEIGHTS])
     return folder
 
@@ -159,43 +161,33 @@ def _fetch(model: str, patterns: list[str]) -> Path:
 
 
 def split_revision(model: str) -> tuple[str, str | None]:
-    """Return the name of `name@revision` on the Hub, and its revision; None for the default
-    branch.
-    """
+    """Split `name@revision`; None is the default branch."""
     name, _, revision = model.partition("@")
     return name, revision or None
 
 
 def looks_like_path(model: str) -> bool:
-    """Return True for a name that can only be a place on disk: a Hub id is `name` or
-    `owner/name`.
-    """
+    """Return True for a path. A Hub id is `name` or `owner/name`."""
     is_like_one = model.startswith((".", "~", "{")) or model.endswith(".gguf")
     has_folders = split_revision(model)[0].count("/") > 1
     return is_like_one or has_folders or Path(model).is_absolute() or Path(model).exists()
 
 
 def resolve_revision(model: str) -> str | None:
-    """Return the commit of a Hub id's revision, from the Hub or else from its cache; None for files
-    on disk.
-    """
+    """Return the commit of a Hub id; None for a path."""
     if looks_like_path(model):
         return None
     revision = split_revision(model)[1] or ""
-    if re.fullmatch("[0-9a-f]{40}", revision):  # can never come to mean anything else
+    if re.fullmatch("[0-9a-f]{40}", revision):  # a commit stays a commit
         return revision
     return find_folder(model, weights=False).name
 
 
-# What its files hold
+# Contents
 
 
 def read_tensors(model: str) -> dict[str, TensorInfo] | None:
-    """Read the headers of a model's safetensors files; None if only the Hub has them, which is
-    asked for their names.
-
-    Raises ModelError if a file is not whole, or there is none.
-    """
+    """Read the headers of a model's weights; None if only the Hub has them. Raises ModelError."""
     folder = find_folder(model, weights=False)
     if looks_like_path(model) or all(
         (folder / name).is_file() for name in indexed_names(folder) or [_ONE_FILE]
@@ -209,9 +201,7 @@ def read_tensors(model: str) -> dict[str, TensorInfo] | None:
 
 
 def read_folder(folder: Path, model: str) -> dict[str, TensorInfo]:
-    """Read the headers of a folder's safetensors files. Raises ModelError if one is not whole, or
-    there is none.
-    """
+    """Read the headers of a folder's weights. Raises ModelError."""
     tensors: dict[str, TensorInfo] = {}
     for file in weight_files(folder, model):
         found = read_safetensors_header(file)
@@ -222,23 +212,19 @@ def read_folder(folder: Path, model: str) -> dict[str, TensorInfo]:
 
 
 def weight_files(folder: Path, model: str) -> list[Path]:
-    """List the safetensors files of a folder that are loaded. Raises ModelError if one is missing,
-    or not told.
-    """
+    """List the weight files of a folder. Raises ModelError."""
     files = [
         folder / name
         for name in _choose_files([path.name for path in folder.iterdir()], folder, model)
     ]
     for file in files:
-        if not file.is_file():  # to open a pipe would never return
+        if not file.is_file():  # opening a pipe would never return
             raise ModelError(f"{file} is no file; put the weights there")
     return files
 
 
 def _choose_files(names: list[str], folder: Path, model: str) -> list[str]:
-    """Choose among a model's files those that the folder's index names, or `model.safetensors`, or
-    the only one.
-    """
+    """Return the weight files of the index, or `model.safetensors`, or the only file."""
     files = [name for name in names if Path(name).match(_WEIGHTS) and "/" not in name]
     if not files:
         found = (
@@ -266,17 +252,16 @@ def _choose_files(names: list[str], folder: Path, model: str) -> list[str]:
 
 
 def indexed_names(folder: Path) -> list[str]:
-    """List the names that a folder's index gives for its weight files, in order; none without an
-    index.
+    """List the weight files of a folder's index, in order.
 
-    Raises ModelError if the index is broken, or names anything but safetensors files in the same
-    folder: what lies elsewhere is neither checked nor hashed.
+    Raises:
+        ModelError: The index is broken, or names a file elsewhere.
     """
     if not (folder / INDEX).is_file():
         return []
     index = read_json(folder / INDEX)
     named = index.get("weight_map")
-    # which transformers needs, if only as {}
+    # transformers needs it, even if empty
     if not isinstance(named, dict) or not named or "metadata" not in index:
         raise ModelError(f"{folder / INDEX} must have a weight_map and metadata")
     for name in named.values():
@@ -293,11 +278,7 @@ def indexed_names(folder: Path) -> list[str]:
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
-    """Read names, types and shapes of the tensors of a safetensors file, and check that the file is
-    whole.
-
-    Raises ModelError if it is a pickle, is no safetensors file or was cut short.
-    """
+    """Read names, types and shapes of a whole file's tensors. Raises ModelError."""
     try:
         with safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no dict
@@ -319,10 +300,15 @@ def check_tensors(
     optional: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, tuple[str, ...]],
 ) -> None:
-    """Raise ModelError unless the tensors found are the required ones, and optional ones, with
-    their shapes, as floats.
+    """Check that tensors are the described ones.
 
-    found: by the names in the other arguments. dtypes: of those that are no floats.
+    Args:
+        where: Begins the message.
+        found: Tensors by the names of the next arguments.
+        dtypes: Types of tensors that are no floats.
+
+    Raises:
+        ModelError: A tensor is missing, unknown, or of another shape or type.
     """
     if missing := sorted(required.keys() - found.keys()):
         raise ModelError(f"{where} lacks the tensor {missing[0]}")
@@ -340,7 +326,7 @@ def check_tensors(
 
 
 def read_json(path: Path) -> Values:
-    """Read a JSON object from a file. Raises ModelError if it is none."""
+    """Read a JSON object from a file. Raises ModelError."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -351,25 +337,19 @@ def read_json(path: Path) -> Values:
 
 
 def _pickled_files(folder: Path) -> list[Path]:
-    """List the files of a folder that are pickled weights by their names, in order; they are never
-    opened.
-    """
+    """List a folder's pickled weights, which are never opened."""
     found = sorted(path for pattern in _PICKLED for path in folder.glob(pattern))
     return [path for path in found if not path.name.startswith(_NOT_WEIGHTS)]
 
 
 def _convert_pickles(files: Iterable[Path], to: Path) -> str:
-    """Say why pickled weights are refused, and by which command they become the safetensors file
-    `to`.
-    """
+    """Return why pickles are refused, and the command to convert them."""
     names = " ".join(shlex.quote(str(path)) for path in (to, *files))
     return f'which can run code and is refused; convert it with: python -c "{_CONVERT}" {names}'
 
 
 def copy_weights(model: str, folder: Path) -> None:
-    """Copy config and weights of a model to a folder; a pickle, which a process of its own reads,
-    as safetensors.
-    """
+    """Copy config and weights to a folder; a separate process converts a pickle."""
     commit = resolve_revision(model)
     pinned = model if commit is None else f"{split_revision(model)[0]}@{commit}"
     source = find_folder(pinned, weights=True)
@@ -402,9 +382,10 @@ def _unpickle(file: Path, to: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder of what is written into the one that this yields, whole or not at all.
+    """Yield a folder that becomes `folder`, whole or not at all.
 
-    Raises ModelError if it holds something.
+    Raises:
+        ModelError: `folder` is not empty.
     """
     if folder.exists() and any(folder.iterdir()):
         raise ModelError(f"{folder} holds something already; name another folder")
@@ -414,18 +395,16 @@ def new_folder(folder: Path) -> Iterator[Path]:
         whole.mkdir()
         yield whole
         for path in whole.iterdir():
-            path.chmod(0o644)  # safetensors lets nobody but the owner read its files
+            path.chmod(0o644)  # safetensors makes files private
         whole.rename(folder)
 
 
-# Which model it is
+# Identity
 
 
 def identify(model: str) -> dict[str, str]:
-    """Return what tells a model's `weights`, with its config, and its `tokenizer` from any others.
-
-    Of a Hub id that is the commit, of a folder the SHA-256 of its files; the folder's place makes
-    no difference.
+    """Return the identities of a model's `weights`, with its config, and `tokenizer`: a Hub id's
+    commit, or the SHA-256 of files.
     """
     if (commit := resolve_revision(model)) is not None:
         return {"weights": commit, "tokenizer": commit}
@@ -437,12 +416,10 @@ def identify(model: str) -> dict[str, str]:
 
 
 def hash_files(paths: Iterable[Path]) -> str:
-    """Compute the SHA-256 over names and contents of those files that exist, in the order of their
-    names.
-    """
+    """Return the SHA-256 of files' names and contents, in order."""
     files = sorted((path for path in paths if path.is_file()), key=lambda path: path.name)
     total = hashlib.sha256()
-    with ThreadPoolExecutor() as pool:  # hashing leaves Python's lock to others
+    with ThreadPoolExecutor() as pool:  # which releases Python's lock
         for file, digest in zip(files, pool.map(_sha256, files), strict=True):
             total.update(f"{file.name}\0".encode() + digest)
     return total.hexdigest()
@@ -458,7 +435,7 @@ def _sha256(path: Path) -> bytes:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Show no warnings, and from now on no progress bars; errors are raised, not logged."""
+    """Hide warnings and progress bars."""
     disable_progress_bars()
     with warnings.catch_warnings(action="ignore"):
         yield
@@ -466,7 +443,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _said(model: str) -> Iterator[None]:
-    """Turn what the library raises into a ModelError of one line."""
+    """Turn the library's exceptions into ModelErrors."""
     try:
         yield
     except (HTTPError, HFValidationError, OSError) as error:
@@ -481,8 +458,8 @@ def _said(model: str) -> Iterator[None]:
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Return True if the network or the Hub itself is at fault, not what it was asked for."""
-    if isinstance(error, LocalEntryNotFoundError):  # from the cache, after the Hub has failed
+    """Return True unless the request is at fault."""
+    if isinstance(error, LocalEntryNotFoundError):  # from the cache, after the Hub failed
         return _may_pass(error.__cause__)
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code >= 500 or error.response.status_code in _LATER
