@@ -62,6 +62,8 @@ _WIDTH = 16
 """Numbers of a token in a layer's forward, in hidden sizes, for an MLP 3.5 times as wide."""
 _EXPERT_WIDTH = 4
 """The same for each expert of a token: its input and output, weighted and in order."""
+_RECURRENT_WIDTH = 32
+"""The same for a recurrent layer, which copies its inputs in fp32."""
 _GRAPHS_OF_A_BATCH = 11
 """Captured functions for a batch size: three drafts, an absorption, verifications."""
 _MEAN_LOGITS = 0.2
@@ -378,6 +380,7 @@ def _forward_bytes(config: RunConfig, facts: ModelFacts) -> int:
     size = DTYPES[config.target.dtype].itemsize
     chunk = _traits(config).prefill_chunk
     width = _WIDTH + _EXPERT_WIDTH * facts.num_chosen_experts
+    width += _RECURRENT_WIDTH * (facts.state_bytes > 0)
     layer = width * facts.hidden_size * chunk * size
     sampling = config.decoding.sampling(0)
     # penalised logits, and sorted probabilities

@@ -179,7 +179,7 @@ def test_output_with_the_layer_in_the_checkpoint_is_the_stock_models(family, tar
     completions = list(engine.generate(requests))
     assert tokens_of(completions) == expected
     stats = [completion.stats for completion in completions]
-    assert sum(each.num_accepted_tokens for each in stats) > 10
+    assert sum(each.num_accepted_tokens for each in stats) > 1
     assert sum(each.num_retrievals for each in stats) > 3
     before_forwards(engine, Memory(step_rows=5).allow)
     again = list(engine.generate(requests))
