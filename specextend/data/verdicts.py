@@ -40,7 +40,10 @@ def check_questions(prompts: Prompts, max_new_tokens: int | None) -> None:
             "output.verify asks for Yes or No, and the model begins by thinking: set "
             "prompt.template_options to what keeps it from that, such as {enable_thinking: false}"
         )
-    prompt = prompts.render("x", 0)
+    try:
+        prompt = prompts.render("x", 0)
+    except DocumentError as error:
+        raise ValueError(f"output.verify: {error.message}") from error
     before, after = prompts.options.question
     asked = prompts.questions(prompt, "x", None, [f"{before}x{after}"])
     if not asked.token_ids:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
@@ -166,7 +167,8 @@ def read_review(output: Location, file: Location) -> Values:
 
     Returns:
         Counts, and shares of good answers (`good`, `unflagged`) and of bad answers (`flagged` and
-        each of `flags`) with intervals of 95%.
+        each of `flags`) with intervals of 95%. The share of all good answers is None while a
+        stratum has no verdict.
 
     Raises:
         ValueError: The file is not a sample of the present answers, or has an unknown verdict.
@@ -189,6 +191,8 @@ def read_review(output: Location, file: Location) -> Values:
     reviewed = shares["good"]["reviewed"] if shares else 0
     if not reviewed:
         raise ValueError(f"{file.path} has no verdict yet: write good or bad into its column")
+    if shares["good"]["answers"] < found.counts.done:  # a stratum without a verdict may be all bad
+        shares["good"] |= {"share": None, "interval": None}
     flags = {part[5:]: share for part, share in shares.items() if part.startswith("flag:")}
     return {
         "file": file.path,
@@ -258,12 +262,12 @@ def _read_verdicts(file: Location, run: str) -> tuple[pa.Table, bool]:
         raise ValueError(f"--reviewed: there is no {file.path}")
     try:
         table = _parsed(content)
+        ids, verdicts, strata, runs = (plain_text(table[name]).to_pylist() for name in _READ)
     except (pa.ArrowException, KeyError) as error:
         raise ValueError(
             f"{file.path} is no sample of `export --sample`, as CSV in UTF-8 or Parquet "
             f"({one_line(error)})"
         ) from error
-    ids, verdicts, strata, runs = (plain_text(table[name]).to_pylist() for name in _READ)
     if {*runs} - {run}:
         raise ValueError(
             f"{file.path} is a sample of another run, or was drawn before rows of this one were "
@@ -289,8 +293,9 @@ def _parsed(content: bytes) -> pa.Table:
         return pq.read_table(pa.BufferReader(content), columns=[*_READ]).select([*_READ])
     header = content.partition(b"\n")[0]
     delimiter = max(b",", b";", b"\t", key=header.count).decode()
-    return pa_csv.read_csv(
+    table = pa_csv.read_csv(
         pa.BufferReader(content),
+        read_options=pa_csv.ReadOptions(block_size=max(len(content), 1)),  # a row may be large
         parse_options=pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
         convert_options=pa_csv.ConvertOptions(
             include_columns=[*_READ],
@@ -299,3 +304,5 @@ def _parsed(content: bytes) -> pa.Table:
             strings_can_be_null=True,
         ),
     )
+    is_empty = pc.and_(pc.is_null(table["doc_id"]), pc.is_null(table["verdict"]))
+    return table.filter(pc.invert(is_empty))  # spreadsheets write rows of delimiters

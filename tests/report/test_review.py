@@ -113,6 +113,17 @@ def test_verdicts_say_how_often_flags_are_right_and_what_share_of_the_run_is_goo
     assert read_json(output / "report.json")["reviewed"] is None
 
 
+def test_a_group_without_a_verdict_leaves_the_share_of_the_run_unknown(output, tmp_path):
+    """Flagged answers alone were judged, all bad, and the page said that nothing of the run is good."""
+    rows = draw(output, tmp_path / "a.parquet", "--by", "flags").to_pylist()
+    lines = [f'"{row["doc_id"]}",{"bad" if row["quality_flags"] else ""},{row["stratum"]},{row["run"]}' for row in rows]
+    (tmp_path / "judged.csv").write_text("\n".join(["doc_id,verdict,stratum,run", *lines, ",,,", ",,,", ""]))
+    found = reviewed(output, tmp_path / "judged.csv")
+    assert (found["good"]["share"], found["flagged"]["share"]) == (None, 1.0)
+    assert (found["flagged"]["answers"], found["rows"]) == (100, 40)
+    assert "some groups of the sample have no verdict yet" in (output / "report.html").read_text()
+
+
 def test_a_run_that_was_read_whole_is_known_without_an_interval(output, tmp_path):
     """As is each stratum that was."""
     table = draw(output, tmp_path / "a.parquet", "--by", "flags", rows=1000)
