@@ -96,7 +96,7 @@ def test_answers_are_those_of_runs_of_their_own(in_prompt, verifies, ask):
             assert [task[key] for key in same] == [own[key] for key in same]
             assert (task["name"], task["text"]) == (name, own[OWN[name][0]])
     for row in together:
-        assert row.get("verdicts") == row["tasks"][0]["verdicts"]
+        assert row.get("verdicts") == row["tasks"][0].get("verdicts")
         for count in ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_requests"):
             assert row[count] == sum(task[count] for task in row["tasks"])
         if row["doc_id"] != "a":  # of which too little is equal
