@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections import Counter
 from pathlib import Path
@@ -43,6 +44,20 @@ def count_tokens(source: str) -> int:
     return sum(token.type not in _LAYOUT and token.start not in docstrings for token in tokens)
 
 
+def count_words(source: str) -> int:
+    """Count the words of the docstrings and comments of a module."""
+    prose = [
+        node.value.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    prose += [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return sum(len(re.findall(r"[a-z']+", text.lower())) for text in prose)
+
+
 def tokens_by_file(*folders: str) -> Counter[str]:
     """Count the tokens of each module in `folders`, by path."""
     paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -63,9 +78,11 @@ def part_of(name: str) -> str:
 
 
 def measure() -> dict[str, int]:
-    """Return the sizes limited by `tests/size.json`: modules, and tokens by part."""
-    modules = [path for path in (ROOT / "specextend").rglob("*.py") if path.name != "__init__.py"]
-    sizes = Counter(modules=len(modules), tests=tokens_by_file("tests").total())
+    """Return the sizes limited by `tests/size.json`: modules, words of prose, tokens by part."""
+    sources = sorted((ROOT / "specextend").rglob("*.py"))
+    modules = [path for path in sources if path.name != "__init__.py"]
+    words = sum(count_words(path.read_text(encoding="utf-8")) for path in sources)
+    sizes = Counter(modules=len(modules), words=words, tests=tokens_by_file("tests").total())
     for name, tokens in tokens_by_file(*PRODUCT).items():
         sizes[part_of(name)] += tokens
     return dict(sizes)

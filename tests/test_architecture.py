@@ -89,7 +89,7 @@ UNDECLARED = {
 }
 """What the package imports under a name that `pyproject.toml` does not have, and why."""
 SIZE = ROOT / "tests" / "size.json"
-"""The most modules (without `__init__`), and the most tokens of each part of the product and of the tests."""
+"""The most modules (without `__init__`), words of docstrings and comments, and tokens of each part."""
 
 
 def name_of(path):

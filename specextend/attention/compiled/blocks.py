@@ -119,7 +119,6 @@ def add_to(b, counter, amount):
 
 def emit_copy(b, element, source, num_vectors, target):
     """Copy a row of a tensor as units."""
-
     size = VECTOR_BYTES // 2 if element == BF16_WIDENED else VECTOR_BYTES
 
     def body(i):
