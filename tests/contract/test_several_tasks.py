@@ -33,6 +33,7 @@ OUTLINE = {
     "output": {"column": "outline", "sources": True},
     "decoding": {"temperature": 0.7, "stop": ["t1"]},
 }
+VERIFIED = OUTLINE | {"output": OUTLINE["output"] | {"verify": True}}
 KIND = {
     "prompt": {"instruction": "{{ document }}\n\nWhat is it?"},
     "output": {"column": "kind_as_text", "schema": {"kind": "law | report | speech"}},
@@ -82,7 +83,7 @@ def listed(*names):
 def test_answers_are_those_of_runs_of_their_own(in_prompt, verifies, ask):
     """Whether a document fits into a prompt or is read in parts; texts, scored labels and sampled ones."""
     few = settings(decoding={"max_new_tokens": 20})
-    asked = TASKS | {"outline": OUTLINE | {"output": OUTLINE["output"] | {"verify": verifies}}}
+    asked = TASKS | {"outline": VERIFIED if verifies else OUTLINE}
     tasks = [{"name": name, **task} for name, task in asked.items()]
     said, output = ask("together", *few, tasks=tasks, prompt=in_prompt)
     assert "task about reads each document again" in said
@@ -301,7 +302,7 @@ def test_a_killed_run_goes_on_and_loses_no_answer(tmp_path, start):
     """Every document has all of its answers, those of an undisturbed run."""
     corpus = write_corpus(tmp_path / "in.parquet", long_texts(12), reader=["you"] * 12)
     file = tmp_path / "tasks.yaml"
-    file.write_text(yaml.safe_dump({"tasks": listed("outline", "kind")}))
+    file.write_text(yaml.safe_dump({"tasks": [{"name": "outline", **VERIFIED}, *listed("kind")]}))
     changes = ("input.id_column=null", f"job.commit_every_s={AT_ONCE_S}", "decoding.max_new_tokens=24")
 
     def started(name, **options):
@@ -311,10 +312,13 @@ def test_a_killed_run_goes_on_and_loses_no_answer(tmp_path, start):
     found = []
     for name in ("killed", "whole"):
         end_of(started(name))
-        answers = [(row["doc_id"], row["outline"], row["kind"]) for row in rows(tmp_path / name / "summaries")]
+        answers = [
+            (row["doc_id"], row["outline"], row["kind"], row["verdicts"]) for row in rows(tmp_path / name / "summaries")
+        ]
         found.append(answers)
     assert found[0] == found[1]
     assert len(found[0]) == 12
+    assert any(verdict["probability"] for *_, verdicts in found[0] for verdict in verdicts)
 
 
 LISTING = str(ROOT / "examples" / "reports-three-ways.yaml")
