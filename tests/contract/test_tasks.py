@@ -178,7 +178,7 @@ def test_the_tasks_that_come_with_it_run_as_their_page_shows(local_ray, tmp_path
     [note] = re.findall(r"^echo '(.*)' > notes.jsonl$", page, re.M)
     (tmp_path / "notes.jsonl").write_text(note)
     lines = re.findall(r"^specextend ((?:prepare|run) .*out/.*)$", page, re.M)
-    commands = [shlex.split(line) for line in lines if "--redo" not in line]
+    commands = [shlex.split(line) for line in lines if "--redo" not in line and "small.yaml" not in line]
     tasks = {path.stem for path in (ROOT / "configs" / "tasks").iterdir()}
     _, together, facts = commands
     asked = [name for option, name in pairwise(together) if option == "--task"]
