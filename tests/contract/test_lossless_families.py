@@ -50,11 +50,11 @@ def test_output_of_any_family_is_the_stock_models_own(family, values, tmp_path):
     assert len({token for each in expected.values() for token in each}) > 10, (
         "a model that repeats itself proves little"
     )
-    plain = tiny_engine(pair, decoding__mode="autoregressive")
+    plain = tiny_engine(pair, decoding__mode="autoregressive", decoding__cache_gib=0.5)
     sampled = tokens_of(plain.generate(requests_of(0.7)))
     assert sampled != expected
     for draft in ("ngram", "merged-good"):
-        engine = tiny_engine(pair, draft, decoding__max_batch_size=3)
+        engine = tiny_engine(pair, draft, decoding__max_batch_size=3, decoding__cache_gib=0.5)
         completions = list(engine.generate(requests_of(0.0)))
         assert tokens_of(completions) == expected
         assert tokens_of(engine.generate(requests_of(0.7))) == sampled
