@@ -168,9 +168,8 @@ def select_rows(
     if options.except_done_in:
         [left] = database.select(_LEFT)
         counts |= left
-    return _limited(
-        source, database, {"input": num_rows, **counts, "selected": _size(database)}, notes
-    )
+    counts = {"input": num_rows, **counts, "selected": _size(database)}
+    return _limited(source, database, counts, notes)
 
 
 def _read(source: Source, checkpoint: Checkpoint, file: InputFile) -> pa.Table:

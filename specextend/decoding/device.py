@@ -275,7 +275,7 @@ class Graphs:
 
     @property
     def enabled(self) -> bool:
-        """Whether functions are captured."""
+        """Return True while functions are captured."""
         return self._capture is not None
 
     @property

@@ -54,7 +54,7 @@ from specextend.data.storage import (
     list_files,
     remove_temporary_files,
 )
-from specextend.report.formats import Form, format_of, write_answers
+from specextend.report.export_formats import Form, format_of, write_answers
 
 POLL_S = 2.0
 """Seconds between two searches for commits."""

@@ -24,7 +24,7 @@ from specextend.report.export import (
     newest_answers,
     read_answers,
 )
-from specextend.report.formats import Form, write_answers
+from specextend.report.export_formats import Form, write_answers
 from specextend.report.intervals import Stratum, stratified
 
 VERDICTS = {"good": True, "yes": True, "1": True, "1.0": True} | dict.fromkeys(

@@ -374,31 +374,22 @@ class Head:
         num_best = min(num_nodes, len(self._vocabulary))
         most_pooled = 1 + num_levels * num_nodes
         most = max(num_nodes, width)
-        rows = torch.zeros(batch * most, 8, dtype=torch.int64)
+        num_rows = batch * most
         pool = _roots(texts[:, -1], width, most_pooled)
         log_probs = torch.zeros(batch, most_pooled)
         call = self._call.copy()
         [record] = call
         own = record["own"]
-        make = partial(empty_rows, stored, len(rows))
+        make = partial(empty_rows, stored, num_rows)
         copied = make(int(record["copy"]["num_blocks"]) * BLOCK)
         logits = make(int(record["lm_head"]["num_blocks"]) * BLOCK)
         x, hidden = make(size), make(size)
         embedded = make(size * int(own["num_read"]))
         joined = make(2 * size)
         kept = {
-            "tree_rows": rows,
-            "cache_rows": torch.empty_like(rows[:, 0]),
-            "positions": torch.empty_like(rows[:, 0]),
-            "sequences": sequences,
-            "texts": texts,
-            "sources": features,
-            "pool": pool,
-            "log_probs": log_probs,
-            "best": torch.empty(len(rows), num_best),
-            "best_tokens": torch.empty(len(rows), num_best, dtype=torch.int64),
-            "copied": copied,
-        }
+            "sequences": sequences, "texts": texts, "sources": features, "pool": pool,
+            "log_probs": log_probs, "copied": copied, **_scratch(num_rows, num_best),
+        }  # fmt: skip
         _fill(
             own, num_nodes=num_nodes, num_levels=num_levels, least_gain=least_gain,
             num_best=num_best, most_pooled=most_pooled, num_pooled=1, num_rows=batch * width,
@@ -414,6 +405,18 @@ class Head:
         self._layer.launch(call, kinds, x, [hidden], span, stored)
         count = int(own["num_pooled"])
         return pool[:, :count, : phases.PLACE].permute(2, 0, 1).contiguous(), log_probs[:, :count]
+
+
+def _scratch(num_rows: int, num_best: int) -> dict[str, Tensor]:
+    """Return what a tree's rows write while it grows, by field of the record."""
+    whole = partial(torch.zeros, num_rows, dtype=torch.int64)
+    return {
+        "tree_rows": whole(8),
+        "cache_rows": whole(),
+        "positions": whole(),
+        "best": torch.empty(num_rows, num_best),
+        "best_tokens": whole(num_best),
+    }
 
 
 def _roots(token_ids: Tensor, width: int, most_pooled: int) -> Tensor:
