@@ -248,7 +248,6 @@ class CompiledLinear(nn.Module):
     def __init__(self, linear: nn.Linear | RoundedLinear, kernel: Any):
         """Lay out a layer for the module `attention.compiled.calls`."""
         super().__init__()
-        self._multiply = kernel.multiply
         weight = linear.weight.detach()
         self.packed = kernel.products.lay_out(weight)
         self.scales = torch.ones(len(weight))
@@ -258,10 +257,12 @@ class CompiledLinear(nn.Module):
         self.bias = bias.float()
         self.product = kernel.product_of(self.packed, self.scales, self.bias)
         """Record of the product, for calls of several products."""
+        self._linear = kernel.Linear(self.product)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] of x [..., in]."""
-        return self._multiply(x, self.product)
+        product: Tensor = self._linear.multiply(x)
+        return product
 
 
 def pack(module: nn.Module) -> None:

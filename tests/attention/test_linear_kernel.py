@@ -12,7 +12,7 @@ from tests.covering import covering
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
 
 from specextend.attention.compiled import tiles
-from specextend.attention.compiled.calls import multiply, product_of
+from specextend.attention.compiled.calls import Linear, product_of
 from specextend.attention.compiled.products import BLOCK, DEPTH, MULTIPLE, ROWS, lay_out
 from specextend.attention.compiled.vectors import processor_features
 
@@ -35,7 +35,7 @@ def tensors(num_rows, num_inputs, num_outputs, dtype):
 
 def product(x, *tensors):
     """Multiply with what a weight, its scales and its bias are made of."""
-    return multiply(x, product_of(*tensors))
+    return Linear(product_of(*tensors)).multiply(x)
 
 
 @pytest.mark.parametrize(

@@ -145,37 +145,53 @@ def empty_rows(x: Tensor, num_rows: int, width: int) -> Tensor:
     return x.new_empty(-(-num_rows // tiles.ROWS) * tiles.ROWS, width)[:num_rows]
 
 
-def multiply(x: Tensor, product: Any) -> Tensor:
-    """Multiply x [..., I] in bf16 by a product's weight on torch's threads; return [..., O]."""
-    shape = x.shape[:-1]
-    x = x.reshape(-1, x.shape[-1])
-    padded = x.contiguous()
-    if len(x) % tiles.ROWS and tiles.HAS_TILES:
-        padded = empty_rows(x, *x.shape).copy_(x)
-    out = torch.empty(*shape, int(product["num_blocks"]) * BLOCK, dtype=x.dtype)
-    call = np.zeros(1, phases.RECORD)
-    layer = np.zeros(1, phases.LAYER)
-    layer["down_proj"] = product
-    rounded = _rounded_rows(len(x), layer["down_proj"])
-    _fill(layer["down_proj"], x=padded, rounded=rounded, out=out)
-    call["own"]["num_rows"] = len(x)
-    _run_phases(call, layer, phases.ROUND_GATED, phases.NORM)
-    del rounded
-    return out
+class Linear:
+    """The call of a product, which is copied for each use."""
+
+    def __init__(self, product: Any):
+        """Take a record of `product_of`."""
+        layer = np.zeros(1, phases.LAYER)
+        layer["down_proj"] = product
+        call = np.zeros(1, phases.RECORD)
+        _fill(call["own"], first=phases.ROUND_GATED, end=phases.NORM, num_layers=1)
+        # numpy copies a record field by field, which takes as long as a small product
+        self._layer = layer.view(np.int64)
+        self._call = call.view(np.int64)
+        self._width = int(product["num_blocks"]) * BLOCK
+        self._rounded_bytes = 4 * int(product["num_units"] * product["is_int8"])
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Multiply x [..., I] in bf16 by the weight on torch's threads; return [..., O]."""
+        num_rows = x.numel() // x.shape[-1]
+        given = x.contiguous()
+        if num_rows % tiles.ROWS and tiles.HAS_TILES:
+            given = empty_rows(x, num_rows, x.shape[-1]).copy_(given.view(num_rows, -1))
+        out = torch.empty(*x.shape[:-1], self._width, dtype=x.dtype)
+        rounded = torch.empty(num_rows * self._rounded_bytes, dtype=torch.uint8)
+        layer = self._layer.copy()
+        call = self._call.copy().view(phases.RECORD)
+        _fill(layer.view(phases.LAYER)["down_proj"], x=given, out=out, rounded=rounded)
+        _fill(call["own"], layers=layer.ctypes.data, num_rows=num_rows)
+        _run_phases(call, num_rows, 0, 1)
+        return out
 
 
-def _run_phases(call: Any, layers: Any, first: int, end: int) -> None:
+def _run_layers(call: Any, layers: Any, first: int, end: int) -> None:
     """Run the phases of a call from kind `first` up to `end`."""
+    _fill(call["own"], first=first, end=end, layers=layers.ctypes.data, num_layers=len(layers))
     own = call[0]["own"]
-    num_phases = phases.NUM_KINDS + (len(layers) - 1) * phases.NUM_OF_LAYER
-    counters = torch.zeros(
-        1 + 2 * num_phases * (1 + int(own["num_levels"])), phases.LINE // 8, dtype=torch.int64
-    )
+    _run_phases(call, int(own["num_rows"]), int(own["num_levels"]), len(layers))
+
+
+def _run_phases(call: Any, num_rows: int, num_levels: int, num_layers: int) -> None:
+    """Run a call with counters and memory of its own."""
+    num_phases = phases.NUM_KINDS + (num_layers - 1) * phases.NUM_OF_LAYER
+    num_counters = 1 + 2 * num_phases * (1 + num_levels)
+    counters = torch.zeros(num_counters, phases.LINE // 8, dtype=torch.int64)
     workspace = torch.empty(num_workers(), products.WORKER_BYTES, dtype=torch.uint8)
-    _fill(own, first=first, end=end, layers=layers.ctypes.data, num_layers=len(layers))
     # few rows fit in the caches of all cores
-    num_shares = min(num_workers(), 8) if own["num_rows"] > products.ROWS else 1
-    _fill(own, workspace=workspace, counters=counters, num_shares=num_shares)
+    num_shares = min(num_workers(), 8) if num_rows > products.ROWS else 1
+    _fill(call["own"], workspace=workspace, counters=counters, num_shares=num_shares)
     _run_on_all(phases.kernel(), call)
 
 
@@ -303,7 +319,7 @@ class Decoder:
         _fill(calls["o_proj"], x=mixed, residual=[x.data_ptr(), *results[:-1]], out=middle)
         _fill(calls["gate_up"], x=normed, out=gated)
         _fill(calls["down_proj"], x=gated, residual=middle, out=results)
-        _run_phases(call, calls, *kinds)
+        _run_layers(call, calls, *kinds)
         del needed, rounded
         return {index: turned[index] for index in keep}
 
