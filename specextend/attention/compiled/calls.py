@@ -71,7 +71,7 @@ def attend_compiled(
     call = np.zeros(1, items.RECORD)
     kept = _describe(call, q, k, v, out, span, scale)
     _fill(call, lse=lse)
-    _run_on_all(items.kernel(ELEMENTS[q.dtype]), call)
+    _run_on_all(items.kernel(ELEMENTS[q.dtype]), call.ctypes.data)
     del kept
     return out, lse
 
@@ -145,8 +145,30 @@ def empty_rows(x: Tensor, num_rows: int, width: int) -> Tensor:
     return x.new_empty(-(-num_rows // tiles.ROWS) * tiles.ROWS, width)[:num_rows]
 
 
+def _place(record: Any, *names: str) -> int:
+    """Return the index of a field among the 64-bit numbers of a record."""
+    offset = 0
+    for name in names:
+        record, start = record.fields[name][:2]
+        offset += start
+    return offset // 8
+
+
 class Linear:
-    """The call of a product, which is copied for each use."""
+    """The call of a product, which is copied for each use.
+
+    It is copied as numbers: numpy copies and fills records by field, which takes as long as a small
+    product.
+    """
+
+    _CALL = phases.LAYER.itemsize // 8
+    _LAYERS, _NUM_ROWS, _WORKSPACE, _COUNTERS, _NUM_SHARES = (
+        phases.LAYER.itemsize // 8 + _place(phases.RECORD, "own", name)
+        for name in ("layers", "num_rows", "workspace", "counters", "num_shares")
+    )
+    _X, _OUT, _ROUNDED = (
+        _place(phases.LAYER, "down_proj", name) for name in ("x", "out", "rounded")
+    )
 
     def __init__(self, product: Any):
         """Take a record of `product_of`."""
@@ -154,9 +176,7 @@ class Linear:
         layer["down_proj"] = product
         call = np.zeros(1, phases.RECORD)
         _fill(call["own"], first=phases.ROUND_GATED, end=phases.NORM, num_layers=1)
-        # numpy copies a record field by field, which takes as long as a small product
-        self._layer = layer.view(np.int64)
-        self._call = call.view(np.int64)
+        self._numbers = np.concatenate([layer.view(np.int64), call.view(np.int64)])
         self._width = int(product["num_blocks"]) * BLOCK
         self._rounded_bytes = 4 * int(product["num_units"] * product["is_int8"])
 
@@ -164,35 +184,46 @@ class Linear:
         """Multiply x [..., I] in bf16 by the weight on torch's threads; return [..., O]."""
         num_rows = x.numel() // x.shape[-1]
         given = x.contiguous()
-        if num_rows % tiles.ROWS and tiles.HAS_TILES:
+        if tiles.HAS_TILES and num_rows % tiles.ROWS:
             given = empty_rows(x, num_rows, x.shape[-1]).copy_(given.view(num_rows, -1))
         out = torch.empty(*x.shape[:-1], self._width, dtype=x.dtype)
         rounded = torch.empty(num_rows * self._rounded_bytes, dtype=torch.uint8)
-        layer = self._layer.copy()
-        call = self._call.copy().view(phases.RECORD)
-        _fill(layer.view(phases.LAYER)["down_proj"], x=given, out=out, rounded=rounded)
-        _fill(call["own"], layers=layer.ctypes.data, num_rows=num_rows)
-        _run_phases(call, num_rows, 0, 1)
+        counters, workspace, num_shares = _working_memory(num_rows)
+        numbers = self._numbers.copy()
+        address: int = numbers.ctypes.data
+        numbers[self._X] = given.data_ptr()
+        numbers[self._OUT] = out.data_ptr()
+        numbers[self._ROUNDED] = rounded.data_ptr()
+        numbers[self._LAYERS] = address
+        numbers[self._NUM_ROWS] = num_rows
+        numbers[self._COUNTERS] = counters.data_ptr()
+        numbers[self._WORKSPACE] = workspace.data_ptr()
+        numbers[self._NUM_SHARES] = num_shares
+        _run_on_all(phases.kernel(), address + 8 * self._CALL)
         return out
 
 
-def _run_layers(call: Any, layers: Any, first: int, end: int) -> None:
+def _run_phases(call: Any, layers: Any, first: int, end: int) -> None:
     """Run the phases of a call from kind `first` up to `end`."""
-    _fill(call["own"], first=first, end=end, layers=layers.ctypes.data, num_layers=len(layers))
     own = call[0]["own"]
-    _run_phases(call, int(own["num_rows"]), int(own["num_levels"]), len(layers))
+    num_levels = int(own["num_levels"])
+    counters, workspace, num_shares = _working_memory(int(own["num_rows"]), len(layers), num_levels)
+    _fill(own, first=first, end=end, layers=layers.ctypes.data, num_layers=len(layers))
+    _fill(own, workspace=workspace, counters=counters, num_shares=num_shares)
+    _run_on_all(phases.kernel(), call.ctypes.data)
 
 
-def _run_phases(call: Any, num_rows: int, num_levels: int, num_layers: int) -> None:
-    """Run a call with counters and memory of its own."""
+def _working_memory(
+    num_rows: int, num_layers: int = 1, num_levels: int = 0
+) -> tuple[Tensor, Tensor, int]:
+    """Return counters, memory of the workers, and the shares of a phase's items."""
     num_phases = phases.NUM_KINDS + (num_layers - 1) * phases.NUM_OF_LAYER
     num_counters = 1 + 2 * num_phases * (1 + num_levels)
     counters = torch.zeros(num_counters, phases.LINE // 8, dtype=torch.int64)
-    workspace = torch.empty(num_workers(), products.WORKER_BYTES, dtype=torch.uint8)
+    threads = num_workers()
+    workspace = torch.empty(threads, products.WORKER_BYTES, dtype=torch.uint8)
     # few rows fit in the caches of all cores
-    num_shares = min(num_workers(), 8) if num_rows > products.ROWS else 1
-    _fill(call["own"], workspace=workspace, counters=counters, num_shares=num_shares)
-    _run_on_all(phases.kernel(), call)
+    return counters, workspace, min(threads, 8) if num_rows > products.ROWS else 1
 
 
 class Decoder:
@@ -319,7 +350,7 @@ class Decoder:
         _fill(calls["o_proj"], x=mixed, residual=[x.data_ptr(), *results[:-1]], out=middle)
         _fill(calls["gate_up"], x=normed, out=gated)
         _fill(calls["down_proj"], x=gated, residual=middle, out=results)
-        _run_layers(call, calls, *kinds)
+        _run_phases(call, calls, *kinds)
         del needed, rounded
         return {index: turned[index] for index in keep}
 
@@ -463,10 +494,10 @@ def num_workers() -> int:
     return torch.get_num_threads() if _thread_pool() else 1
 
 
-def _run_on_all(entry: Any, call: Any) -> None:
-    """Call numba's `entry` with a record on each worker thread."""
-    address = ctypes.c_void_p(call.ctypes.data)
-    if num_workers() == 1:
-        entry.ctypes(address)
+def _run_on_all(entry: Any, address: int) -> None:
+    """Call numba's `entry` with a record's address on each worker thread."""
+    record = ctypes.c_void_p(address)
+    if (threads := num_workers()) == 1:
+        entry.ctypes(record)
     else:
-        _thread_pool()(ctypes.c_void_p(entry.address), address, num_workers(), 0)
+        _thread_pool()(ctypes.c_void_p(entry.address), record, threads, 0)
