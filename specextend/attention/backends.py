@@ -108,7 +108,12 @@ def compiled_is_right(dtype: torch.dtype) -> bool:
         for size in ((1, 70, 4, 64), *[(2, 200, 64)] * 2)
     )
     mask = torch.eye(70, dtype=torch.bool) | (torch.arange(70) == 0)
-    for of_mask in ({}, {"mask": mask.unsqueeze(0)}, {"causal": True}):
+    for of_mask in (
+        {},
+        {"mask": mask.unsqueeze(0)},
+        {"causal": True},
+        {"causal": True, "window": 40},
+    ):
         span = KeySpan([3], [135], **of_mask)
         if wrong := what_is_wrong(kernel.attend_compiled, q, k, v, span, 0.125):
             _log.warning(

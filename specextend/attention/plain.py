@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from specextend.attention.plan import KeySpan, additive
+from specextend.attention.plan import KeySpan, additive, causal_mask
 
 MAX_QUERIES = 128
 """Most queries of a sequence in one call of a step's kernel."""
@@ -46,8 +46,8 @@ def _attend_slowly(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if span.causal:
-        own = torch.ones(num_queries, num_queries, dtype=torch.bool, device=q.device).tril()
-        scores += additive(own, keys.shape[1], scores.dtype)
+        seen = causal_mask(num_queries, keys.shape[1], span.window).to(q.device)
+        scores += additive(seen, keys.shape[1], scores.dtype)
     elif (bias := span.bias(b, scores)) is not None:
         scores += bias
     lse = scores.logsumexp(-1)
@@ -74,8 +74,7 @@ def masked_rows(span: KeySpan, q: Tensor) -> tuple[Tensor, int]:
     if "visible" not in span.made:
         mask = span.mask
         if mask is None:
-            own = torch.ones(num_queries, num_queries, dtype=torch.bool, device=q.device).tril()
-            mask = own.expand(batch, -1, -1)
+            mask = causal_mask(num_queries, num_queries).expand(batch, -1, -1)
         span.made["visible"] = pack_mask(mask.to(q.device))
     if span.causal:
         return span.made["visible"], num_queries

@@ -55,6 +55,8 @@ class KeySpan:
     """First row [B, 1] and new rows [B, T], int64 on the device; None if only the host knows
     them.
     """
+    window: int | None = None
+    """Most rows that a causal query sees; None: all. Only kernels on a CPU take it."""
     made: dict[Hashable, Tensor] = field(default_factory=dict)
     """Tensors that a kernel derives from the span once per forward, for all layers."""
 
@@ -88,6 +90,12 @@ class KeySpan:
             length = min(self.mask.shape[2], self.lengths[b]) if tail else self.lengths[b]
             self.made[key] = additive(self.mask[b].to(like.device), length, like.dtype)
         return self.made[key]
+
+
+def causal_mask(num_queries: int, num_keys: int, window: int | None = None) -> Tensor:
+    """Return the keys [T, S] that causal queries see, the last of them all or a window's width."""
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+    return seen if window is None else seen.triu(num_keys - num_queries - window + 1)
 
 
 def additive(mask: Tensor, length: int, dtype: torch.dtype) -> Tensor:
@@ -160,17 +168,20 @@ class AttentionPlan:
         ends = torch.tensor([self.starts, self.lengths]).sum(0)
         return (ends[:, None] + torch.arange(-self.num_new, 0)).to(device)
 
-    def spans_within(self, window: int) -> tuple[KeySpan, ...]:
+    def spans_within(self, window: int, *, is_cpu: bool = False) -> tuple[KeySpan, ...]:
         """Return spans of the last `window` rows of each query; visible rows have consecutive
-        positions.
+        positions. Kernels on a CPU take the window of a causal span, others masks.
         """
         starts = self.starts if self.recent_starts is None else self.recent_starts
         if max(self.lengths) <= window and starts is self.starts:
             return self.spans
-        if self.mask is None and self.num_new == 1:
-            lengths = [min(length, window) for length in self.lengths]
+        if self.mask is None and (is_cpu or self.num_new == 1):
+            lengths = [min(length, window + self.num_new - 1) for length in self.lengths]
             forgotten = zip(starts, self.lengths, lengths, strict=True)
-            return (KeySpan([start + all_ - kept for start, all_, kept in forgotten], lengths),)
+            firsts = [start + all_ - kept for start, all_, kept in forgotten]
+            if self.num_new == 1:
+                return (KeySpan(firsts, lengths),)
+            return (KeySpan(firsts, lengths, causal=True, window=window),)
         if window not in self.windows:
             self.windows[window] = self._within(window, starts)
         return self.windows[window]
@@ -179,7 +190,7 @@ class AttentionPlan:
         """Return the spans of `spans_within` for several queries."""
         if max(self.lengths) <= window:
             return self._split(starts)
-        own = torch.ones(1, self.num_new, self.num_new, dtype=torch.bool).tril()
+        own = causal_mask(self.num_new, self.num_new)
         mask = own.expand(len(self.lengths), -1, -1) if self.mask is None else self.mask
         split = self._around_common if mask.shape[2] < window else self._in_one_mask
         ends = [start + length for start, length in zip(starts, self.lengths, strict=True)]
@@ -258,7 +269,7 @@ def attend_plan(
     Returns:
         Weighted mean of values [B, T, H, D].
     """
-    spans = plan.spans if window is None else plan.spans_within(window)
+    spans = plan.spans if window is None else plan.spans_within(window, is_cpu=q.is_cpu)
     out, lse = attend(q, k, v, spans[0], scale)
     for number, span in enumerate(spans[1:], 2):
         other, other_lse = attend(q, k, v, span, scale)

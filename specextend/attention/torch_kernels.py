@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, silu
 
 from specextend.attention.plain import HeadNorms, LayerKernels
-from specextend.attention.plan import Attend, KeySpan, merge_states
+from specextend.attention.plan import Attend, KeySpan, additive, causal_mask, merge_states
 
 _Kernel = Callable[[Tensor, Tensor, Tensor, KeySpan, int, float], tuple[Tensor, Tensor]]
 """(q [1, T, H, D], k [1, K, S, D], v, span, b, scale), for sequence b of the span."""
@@ -41,7 +41,7 @@ def _each(kernel: _Kernel, *, takes_prefix: bool = False) -> Attend:
         q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
     ) -> tuple[Tensor, Tensor]:
         before = [length - q.shape[1] for length in span.lengths]
-        if span.causal and any(before) and not takes_prefix:
+        if span.causal and span.window is None and any(before) and not takes_prefix:
             own = [start + length for start, length in zip(span.starts, before, strict=True)]
             prefix = attend(q, k, v, KeySpan(span.starts, before), scale)
             chunk = attend(q, k, v, KeySpan(own, [q.shape[1]] * len(own), causal=True), scale)
@@ -66,10 +66,12 @@ def _by_head(
     q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     bias = span.bias(b, q)  # the kernel wants the query's dtype
+    if span.window is not None:
+        num_keys = key.shape[2]
+        bias = additive(causal_mask(q.shape[1], num_keys, span.window), num_keys, q.dtype)
     mask = None if bias is None else bias[None, None]
-    out, lse = _cpu_flash(
-        q.transpose(1, 2), key, value, 0.0, span.causal, attn_mask=mask, scale=scale
-    )
+    causal = span.causal and mask is None
+    out, lse = _cpu_flash(q.transpose(1, 2), key, value, 0.0, causal, attn_mask=mask, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 

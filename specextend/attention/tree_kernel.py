@@ -276,7 +276,12 @@ def serves(q: Tensor, span: KeySpan) -> bool:
     The interpreter gets bf16 wrong, because it multiplies its bits as integers.
     """
     num_masked = 0 if span.mask is None else span.mask.shape[2]
-    fits = q.shape[1] <= MAX_QUERIES and num_masked <= MAX_MASKED and q.shape[3] in HEAD_DIMS
+    fits = (
+        span.window is None
+        and q.shape[1] <= MAX_QUERIES
+        and num_masked <= MAX_MASKED
+        and q.shape[3] in HEAD_DIMS
+    )
     return fits and not (is_interpreted() and q.dtype == torch.bfloat16)
 
 

@@ -16,14 +16,26 @@ def assert_near(found, expected, tolerance):
 
 
 def assert_is_the_reference(
-    kernel, lengths, num_queries, heads, head_dim, dtype, tolerance, *, num_masked=0, causal=False, device="cpu"
+    kernel,
+    lengths,
+    num_queries,
+    heads,
+    head_dim,
+    dtype,
+    tolerance,
+    *,
+    num_masked=0,
+    causal=False,
+    window=None,
+    device="cpu",
 ):
     """Assert that a kernel gives what the reference does: for all rows, under a mask of the last ones, or causally."""
     starts, num_rows = regions(lengths)
     call = [each.to(device) for each in tensors(len(lengths), num_queries, heads, num_rows, head_dim, dtype)]
     mask = random_mask(len(lengths), num_queries, num_masked).to(device) if num_masked else None
     found, expected = (
-        attend(*call, KeySpan(starts, lengths, mask, causal), 0.125) for attend in (kernel, attend_reference)
+        attend(*call, KeySpan(starts, lengths, mask, causal, window=window), 0.125)
+        for attend in (kernel, attend_reference)
     )
     assert_near(found, expected, tolerance)
 

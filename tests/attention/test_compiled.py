@@ -22,7 +22,13 @@ HEADS = [(9, 3), (4, 4), (8, 1)]
 HEAD_DIMS = [32, 64, 128]
 NUM_QUERIES = [1, 2, 7, 16, 48, 300]
 LENGTHS = [[0], [1], [15, 0, 17], [63, 64, 65], [255, 256, 257], [1030], [511, 512, 1100]]
-KINDS = ["prefix", "mask", "causal"]
+KINDS = {
+    "prefix": {},
+    "mask": {},
+    "causal": {"causal": True},
+    "narrow window": {"causal": True, "window": 5},
+    "window": {"causal": True, "window": 130},
+}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -32,13 +38,13 @@ def tensors(batch, num_queries, heads, num_rows, head_dim=64):
 
 @pytest.mark.parametrize(
     "num_queries, lengths, heads, head_dim, kind, dtype",
-    covering(NUM_QUERIES, LENGTHS, HEADS, HEAD_DIMS, KINDS, [*TOLERANCE]),
+    covering(NUM_QUERIES, LENGTHS, HEADS, HEAD_DIMS, [*KINDS], [*TOLERANCE]),
 )
 def test_it_is_the_reference(num_queries, lengths, heads, head_dim, kind, dtype):
     """Steps, trees and prefill chunks behind prefixes of all sizes, around the blocks of the kernel."""
     if kind != "prefix":
         lengths = [length + num_queries for length in lengths]
-    how = {"mask": {"num_masked": num_queries}, "causal": {"causal": True}}.get(kind, {})
+    how = {"num_masked": num_queries} if kind == "mask" else KINDS[kind]
     assert_is_the_reference(attend_compiled, lengths, num_queries, heads, head_dim, dtype, TOLERANCE[dtype], **how)
 
 

@@ -448,13 +448,13 @@ def product(
 
 
 @emitted()
-def hide_from(b, scores, first):
-    """Set scores from `first` on to -inf."""
-    limits = vir.splat(b, b.trunc(first, vir.I32))
+def hide_outside(b, scores, first, end):
+    """Set scores before `first` and from `end` on to -inf."""
+    firsts, ends = (vir.splat(b, b.trunc(each, vir.I32)) for each in (first, end))
     for place in range(0, BLOCK, LANES):
         where = address(b, scores, 4 * place)
         places = vir.units(range(place, place + LANES))
-        visible = b.icmp_signed("<", places, limits)
+        visible = b.and_(b.icmp_signed(">=", places, firsts), b.icmp_signed("<", places, ends))
         store(b, b.select(visible, load(b, where), vir.floats(-math.inf)), where)
 
 

@@ -105,6 +105,7 @@ def _describe(
     _fill(
         calls, q=q, k=k, v=v, out=out, places=places, workspace=workspace,
         q_token=token * size, head=k.stride(0) * size, row=k.stride(1) * size, causal=span.causal,
+        window=span.window or 0,
         num_sequences=num_sequences, num_queries=num_queries, num_key_heads=len(k), group=group,
         head_dim=head_dim, rows=rows, num_parts=num_parts, scale=scale,
         parts=workspace.data_ptr() + threads * own,

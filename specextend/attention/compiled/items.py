@@ -52,6 +52,8 @@ class KernelCall(NamedTuple):
     mask_width: int
     """M; 0 without a mask."""
     causal: int
+    window: int
+    """Most keys that a row sees of a causal call; 0 for all."""
     num_sequences: int
     num_queries: int
     num_key_heads: int
@@ -158,6 +160,12 @@ def num_visible(call, item, row):
 
 
 @numba.njit
+def first_visible(call, item, row):
+    """Return the first key visible to a row."""
+    return max(0, num_visible(call, item, row) - call.window) if call.window > 0 else 0
+
+
+@numba.njit
 def multiply(element, rows, width, left, right, depth, sums, accumulate, ahead):
     """Multiply a tile left [rows, depth] by right [depth, width vectors]; see `blocks.product`."""
     first = 0
@@ -174,11 +182,13 @@ def multiply(element, rows, width, left, right, depth, sums, accumulate, ahead):
 @numba.njit
 def hide(call, item, scores, block, row, num_rows, seen):
     """Hide scores from a tile's rows; each row sees at most `seen` keys of the block."""
-    if min(seen, num_visible(call, item, row) - block) == BLOCK:
+    starts_before = first_visible(call, item, row + num_rows - 1) <= block
+    if starts_before and min(seen, num_visible(call, item, row) - block) == BLOCK:
         return
     for i in range(num_rows):
-        visible = num_visible(call, item, row + i) - block
-        blocks.hide_from(scores + i * BLOCK * 4, min(seen, visible))
+        first = first_visible(call, item, row + i) - block
+        end = min(seen, num_visible(call, item, row + i) - block)
+        blocks.hide_outside(scores + i * BLOCK * 4, first, end)
 
 
 @numba.njit
@@ -268,6 +278,7 @@ def attend_split(element, call, item, scratch, states, first, last):
     share = (BLOCK + num_tiles - 1) // num_tiles
     for row in range(item.num_rows):
         blocks.clear(state_of(call, states, row), vectors)
+    first = max(first, first_visible(call, item, 0) // BLOCK * BLOCK)
     for block in range(first, last, BLOCK):
         values = values_of(call, item, block)
         num_keys = min(BLOCK, item.length - block)
@@ -283,6 +294,8 @@ def attend_split(element, call, item, scratch, states, first, last):
                 seen = place_own(element, call, item, scratch, block, row)
             else:
                 seen = min(num_keys, num_visible(call, item, row + num_rows - 1) - block)
+                if first_visible(call, item, row) >= block + num_keys:
+                    seen = 0
             # with tiles, rows are prefetched singly: so many at once would stall
             if not tiles.HAS_TILES:
                 ahead = BLOCK + row // tile_rows * share
