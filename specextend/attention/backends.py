@@ -1,10 +1,6 @@
 """The attention backends by name, and the trial of each kernel.
 
-A backend is a function of type `Attend`; `plain.py` is the specification. Our CPU kernels are in
-`compiled/`, others in `torch_kernels.py` and `tree_kernel.py`.
-
-Shapes: `L` layers, `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` query heads, `K` key
-heads, `D` head size.
+A backend is a function of type `Attend`; `plain.py` is the specification.
 """
 
 import logging
@@ -40,16 +36,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """The verdict on a kernel, or on another change of how a model computes."""
+    """The verdict on a kernel, or on another way to compute."""
 
     name: str
     taken: bool
     why: str
-    """Reason for the verdict."""
     is_wrong: bool = False
-    """Whether it runs here with wrong results."""
+    """Whether it runs with wrong results."""
     is_final: bool = True
-    """Whether another try would find the same; False if it could not be built, for example."""
+    """Whether another try would find the same."""
 
     def __str__(self) -> str:
         return f"{self.name}: {'taken' if self.taken else 'left out'}, {self.why}"
@@ -97,7 +92,7 @@ def load_backend(name: str, device: torch.device) -> Attend:
 
 @cache
 def compiled_is_right(dtype: torch.dtype) -> bool:
-    """Compile or load our CPU kernel for a dtype; return True if its results are right here."""
+    """Compile or load our CPU kernel for a dtype; return True if its results are right."""
     if (kernel := compiled()) is None or dtype not in kernel.ELEMENTS:
         return False
     if not kernel.can_make(kernel.items.kernel, kernel.ELEMENTS[dtype]):
@@ -126,9 +121,7 @@ def compiled_is_right(dtype: torch.dtype) -> bool:
 def attend_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend by our compiled kernel if it is right and takes the heads, else by torch's flash
-    kernel.
-    """
+    """Attend by our compiled kernel if it is right and takes the heads, else by torch's."""
     kernel = compiled() if compiled_is_right(q.dtype) else None
     attend = (
         kernel.attend_compiled if kernel and kernel.serves(q.shape[3], q.dtype) else attend_by_head
@@ -172,10 +165,8 @@ def load_triton(device: torch.device) -> Attend:
 
 
 def load_layer_kernels(name: str, device: torch.device) -> LayerKernels:
-    """Load the layer kernels of the backend called `name`: Triton's for `triton`, else torch's.
-
-    Raises:
-        ValueError: As in `load_triton`.
+    """Load Triton's layer kernels for `triton`, else torch's. Raises ValueError as
+    `load_triton`.
     """
     if name != "triton":
         return TORCH
@@ -190,8 +181,7 @@ def shortest_runs(
 ) -> dict[str, float]:
     """Time candidates in turns, so that a busy machine slows all of them alike.
 
-    Returns:
-        Seconds of the shortest run of each candidate, without a warm-up.
+    Return the seconds of each candidate's shortest run, without a warm-up.
     """
     for run in candidates.values():
         run()

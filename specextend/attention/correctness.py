@@ -4,7 +4,7 @@ Results are compared in pieces of 64 elements, relative to their lengths: after 
 are small, and so is the effect of a lost key. A log-sum-exp (LSE), always summed in fp32, may
 hardly differ.
 
-Shapes: `B` sequences, `T` queries, `P` compared queries, `H` query heads, `D` head size.
+More shapes: `P` compared queries.
 """
 
 import torch
@@ -28,14 +28,9 @@ _MOST_COMPARED = 128
 
 
 def what_differs(name: str, found: Tensor, exact: Tensor, roundings: int = 2) -> str:
-    """Compare a result [..., N] with the exact result in fp32.
+    """Compare a result [..., N] with the exact result in fp32; return an error message, if any.
 
-    Args:
-        name: Name for the message.
-        roundings: Roundings by which each piece may differ.
-
-    Returns:
-        An error message, or an empty text.
+    Each piece may differ by `roundings`.
     """
     size = _PIECE if exact.shape[-1] % _PIECE == 0 else exact.shape[-1]
     expected = exact.unflatten(-1, (-1, size))
@@ -52,11 +47,7 @@ def _unless(is_right: bool, name: str, error: float, allowed: float) -> str:
 def what_is_wrong(
     attend: Attend, q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
 ) -> str:
-    """Attend twice, since a run may disturb the next, and compare with plain torch.
-
-    Returns:
-        An error message, or an empty text.
-    """
+    """Attend twice, since a run may disturb the next; return an error message, if any."""
     num_queries = q.shape[1]
     compared = torch.linspace(0, num_queries - 1, min(num_queries, _MOST_COMPARED)).long().unique()
     compared = compared.to(q.device)

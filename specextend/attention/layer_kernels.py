@@ -1,11 +1,8 @@
 """The functions between a layer's matrix products as Triton kernels: each reads and writes its rows
 once.
 
-Captured CUDA graphs stay valid while sequences grow, as in `tree_kernel`. `torch_kernels.TORCH` is
-the specification. Import this module only where triton is installed.
-
-Shapes: `R` rows (new tokens of all sequences), `C` hidden size, `I` intermediate size, `H` query
-heads, `K` key heads, `S` cache rows, `D` head size.
+`torch_kernels.TORCH` is the specification. Captured CUDA graphs stay valid while sequences grow.
+Import this module only where triton is installed.
 """
 
 from typing import Any
@@ -18,13 +15,11 @@ from torch import Tensor, nn
 from specextend.attention.plain import LEAST_ROWS, HeadNorms, LayerKernels
 
 HEADS = 8
-"""Heads of a token that a program rotates."""
 TINIEST = tl.constexpr(1e-12)
 """Smallest scale of a row, for rows of zeros."""
 LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
 """Value to which the largest element of a row is scaled."""
 GATED = 1024
-"""Elements of a row that a program gates or scales."""
 
 
 def norm_warps(hidden_size: int) -> int:
@@ -66,7 +61,6 @@ def _store_halves(place, low, high, mask, half):
 
 @triton.jit
 def _normed(low, high, query_weight, key_weight, is_query, dims, in_half, DIM: tl.constexpr, eps):
-    """Normalise both halves of heads [HEADS, HALF], by the weight of queries or of keys."""
     scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / DIM + eps)[:, None]
     query_low, query_high = _load_halves(query_weight + dims, in_half, DIM // 2)
     key_low, key_high = _load_halves(key_weight + dims, in_half, DIM // 2)
@@ -83,10 +77,9 @@ def rotate_rows(
     GROUP: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate GROUP heads of a token, or copy them to the cache. The grid is [R, groups of H + 2K
-    heads].
+    """Rotate GROUP heads of a token, or copy them to the cache. HALF is a power of two >= DIM / 2.
 
-    HALF is a power of two >= DIM / 2.
+    The grid is [R, groups of H + 2K heads].
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -174,7 +167,7 @@ def scale_rows(
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add and normalise, as `torch_kernels.add_norm`."""
+    """See `torch_kernels.add_norm`."""
     assert x.is_contiguous()
     assert delta is None or delta.is_contiguous()
     total = x if delta is None else torch.empty_like(x)
@@ -196,7 +189,7 @@ def rotate_heads(
     values: Tensor,
     rows: Tensor,
 ) -> Tensor:
-    """Rotate heads as `torch_kernels.rotate_heads`, without reading `rows` on the host."""
+    """See `torch_kernels.rotate_heads`; `rows` are not read on the host."""
     assert all(x.is_contiguous() for x in (qkv, cos, sin, rows))
     assert keys.stride(2) == values.stride(2) == 1
     num_tokens, num_all, head_dim = qkv.shape
@@ -216,7 +209,7 @@ def rotate_heads(
 
 
 def gate(gate_up: Tensor) -> Tensor:
-    """Gate as `torch_kernels.gate`."""
+    """See `torch_kernels.gate`."""
     assert gate_up.is_contiguous()
     size = gate_up.shape[1] // 2
     out = gate_up.new_empty(len(gate_up), size)
@@ -225,7 +218,7 @@ def gate(gate_up: Tensor) -> Tensor:
 
 
 def multiply(linear: nn.Module, x: Tensor) -> Tensor:
-    """Multiply as `torch_kernels.multiply`.
+    """See `torch_kernels.multiply`.
 
     In 8 bits, torch's operators would read and write rows several times, half as long as the
     product.

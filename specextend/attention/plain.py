@@ -1,7 +1,5 @@
-"""The specification of an attention backend in plain torch, and the interface of a layer's kernels.
-
-Shapes: `B` sequences, `T` queries, `S` keys, `M` masked rows, `R` rows of a cache or new rows of a
-layer, `C` hidden size, `I` intermediate size, `H` query heads, `K` key heads, `D` head size.
+"""The specification of an attention backend in plain torch, and the interface of a layer's
+kernels.
 """
 
 from collections.abc import Callable
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 from specextend.attention.plan import KeySpan, additive, causal_mask
 
 MAX_QUERIES = 128
-"""Most queries of a sequence in one call of a step's kernel."""
+"""Most queries of a sequence in a step's kernel."""
 LEAST_ROWS = 32
 """Rows of an int8 product; cuBLAS takes no fewer than 17."""
 MAX_MASKED = 512
@@ -28,7 +26,7 @@ def attend_reference(
     """Attend in plain torch: computed in fp32, rounded once to the dtype of the inputs.
 
     Args:
-        softcap: Limit that scores approach by a hyperbolic tangent; None for no limit.
+        softcap: Limit that scores approach by a hyperbolic tangent.
     """
     results = [_attend_slowly(q[b], k, v, span, b, scale, softcap) for b in range(q.shape[0])]
     return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
@@ -65,8 +63,7 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 def masked_rows(span: KeySpan, q: Tensor) -> tuple[Tensor, int]:
-    """Return the bits [B, T, M / 64] that show which of the span's last M rows each query sees, and
-    M.
+    """Return the bits [B, T, M / 64] of the last M rows that each query sees, and M.
 
     The bits are made once per forward. M is 0 for a span without a mask.
     """
@@ -83,12 +80,10 @@ def masked_rows(span: KeySpan, q: Tensor) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Norms of queries and keys before RoPE, as in Qwen3."""
+    """Norms [D] of queries and keys before RoPE, as in Qwen3."""
 
     query: Tensor
-    """[D]"""
     key: Tensor
-    """[D]"""
     eps: float
 
 
@@ -107,10 +102,10 @@ class LayerKernels:
         [Tensor, Tensor, Tensor, HeadNorms | None, Tensor, Tensor, Tensor], Tensor
     ]
     """(qkv [R, H + 2K, D], cos [R, D], sin, norms, keys [K, S, D], values, rows [R]) -> queries [R,
-    H, D] after RoPE.
+    H, D].
 
-    Writes keys after RoPE, and values, to `rows` of the cache. The first half of the sines is
-    negative.
+    RoPE turns queries and keys. Keys and values are written to `rows` of the cache. The first half
+    of the sines is negative.
     """
     gate: Callable[[Tensor], Tensor]
     """gate_up [R, 2I], gate first -> SwiGLU [R, I]."""

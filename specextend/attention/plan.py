@@ -1,11 +1,7 @@
-"""The plan of a forward pass: the cache rows that each query attends to, in one or more kernel
-calls.
+"""The plan of a forward pass: the cache rows that each query attends to, in one or more calls.
 
 Hybrid attention (arXiv 2505.20776, section 3) calls a kernel for each span of keys and merges the
 results.
-
-Shapes: `B` sequences, `T` new rows of each, `M` masked rows, `S` keys, `H` query heads, `K` key
-heads, `D` head size.
 """
 
 from collections.abc import Callable, Hashable
@@ -20,9 +16,7 @@ TreeAttention = Literal["dense", "hybrid"]
 
 
 class HostReadError(RuntimeError):
-    """A kernel of a captured step reads places on the host, where replays would read stale
-    values.
-    """
+    """A kernel of a captured step reads places on the host, where replays read stale values."""
 
 
 class _Unreadable(list[int]):
@@ -38,27 +32,25 @@ class _Unreadable(list[int]):
 class KeySpan:
     """The cache rows that each sequence's queries attend to in one kernel call.
 
-    Sequence b sees `lengths[b]` rows from `starts[b]` on, except as `mask` says for the last ones.
+    Sequence b sees `lengths[b]` rows from `starts[b]` on, except as `mask` says for the last rows.
     """
 
     starts: list[int]
     """First row of each sequence [B]."""
     lengths: list[int]
-    """Number of rows [B]; 0 gives LSE -inf."""
+    """Rows of each sequence [B]; 0 gives LSE -inf."""
     mask: Tensor | None = None
-    """Visibility [B, T, M] of the last M rows, False beyond a length. A tree node follows its
+    """Visibility [B, T, M] of the last M rows, False beyond a length. Tree nodes follow their
     path.
     """
     causal: bool = False
     """Whether query t sees the rows up to row t of the last T. Excludes `mask`."""
     on_device: tuple[Tensor, Tensor] | None = None
-    """First row [B, 1] and new rows [B, T], int64 on the device; None if only the host knows
-    them.
-    """
+    """First row [B, 1] and new rows [B, T], int64 on the device; None: only the host knows them."""
     window: int | None = None
     """Most rows that a causal query sees; None: all. Only kernels on a CPU take it."""
     made: dict[Hashable, Tensor] = field(default_factory=dict)
-    """Tensors that a kernel derives from the span once per forward, for all layers."""
+    """Tensors that a kernel derives once per forward, for all layers."""
 
     def places(self, device: torch.device) -> Tensor:
         """Return `starts` and `lengths` as [2, B] int64 on the device."""
@@ -73,15 +65,9 @@ class KeySpan:
         return self.made["places"]
 
     def bias(self, b: int, like: Tensor, *, tail: bool = False) -> Tensor | None:
-        """Return the mask of sequence b as an additive bias [T, S], made once per forward.
+        """Return the mask of sequence b, if any, as a bias [T, S] like `like`.
 
-        Args:
-            b: Index of the sequence.
-            like: Tensor with the dtype and device of the bias.
-            tail: Whether to cover only the masked rows.
-
-        Returns:
-            The bias, or None without a mask.
+        `tail` covers only the masked rows.
         """
         if self.mask is None:
             return None
@@ -127,11 +113,9 @@ class AttentionPlan:
     lengths: list[int]
     """Rows after this forward [B], including the T new rows."""
     num_new: int
-    """T"""
     mask: Tensor | None = None
     """Visibility [B, T, M] of the last M >= T rows; earlier rows are visible. None: causal."""
     tree: TreeAttention = "hybrid"
-    """Kind of attention with a mask."""
     keep_layers: frozenset[int] = frozenset()
     """Layers that keep their queries, for retrieval."""
     queries: dict[int, Tensor] = field(default_factory=dict)
@@ -139,19 +123,15 @@ class AttentionPlan:
     spans: tuple[KeySpan, ...] = ()
     """Disjoint sets of keys; their results are merged."""
     on_device: tuple[Tensor, Tensor] | None = None
-    """First row [B, 1] and new rows [B, T], int64 on the device; None: made from the lists."""
+    """As in `KeySpan`; None: made from the lists."""
     ends_only: bool = False
-    """Whether the last layer computes only each sequence's last row, and keys and values of all
-    rows.
-    """
+    """Whether the last layer computes only each sequence's last row, besides keys and values."""
     decided: bool = False
     """Whether the new rows are final tokens, after which recurrent layers keep their state."""
     captured: bool = False
     """Whether a step is being captured; reading `starts` or `lengths` then raises."""
     recent_starts: list[int] | None = None
-    """[B] first rows in layers with a sliding window, if these have other rows; below 0 where the
-    first rows are gone.
-    """
+    """[B] first rows in layers with a sliding window and other rows; below 0 if they are gone."""
     windows: dict[int, tuple[KeySpan, ...]] = field(default_factory=dict)
     """Spans by width of a sliding window, made once per forward."""
 
@@ -169,8 +149,9 @@ class AttentionPlan:
         return (ends[:, None] + torch.arange(-self.num_new, 0)).to(device)
 
     def spans_within(self, window: int, *, is_cpu: bool = False) -> tuple[KeySpan, ...]:
-        """Return spans of the last `window` rows of each query; visible rows have consecutive
-        positions. Kernels on a CPU take the window of a causal span, others masks.
+        """Return spans of the last `window` rows of each query, at consecutive positions.
+
+        Kernels on a CPU take the window of a causal span, others masks.
         """
         starts = self.starts if self.recent_starts is None else self.recent_starts
         if max(self.lengths) <= window and starts is self.starts:
@@ -187,7 +168,6 @@ class AttentionPlan:
         return self.windows[window]
 
     def _within(self, window: int, starts: list[int]) -> tuple[KeySpan, ...]:
-        """Return the spans of `spans_within` for several queries."""
         if max(self.lengths) <= window:
             return self._split(starts)
         own = causal_mask(self.num_new, self.num_new)
@@ -214,12 +194,10 @@ class AttentionPlan:
 
     @staticmethod
     def _edge(mask: Tensor) -> Tensor:
-        """Return the rows of a window's edge that queries see, as [B, T, M]."""
         numbers = torch.arange(1, mask.shape[2] + 1, device=mask.device)
         return numbers >= mask.sum(-1, keepdim=True)
 
     def _in_one_mask(self, mask: Tensor, window: int, ends: list[int]) -> tuple[KeySpan, ...]:
-        """Mask all rows of a window no wider than the masked rows."""
         width = mask.shape[2] + window - 1
         lengths = [min(length, width) for length in self.lengths]
         starts = [end - length for end, length in zip(ends, lengths, strict=True)]
@@ -230,9 +208,7 @@ class AttentionPlan:
     def _split(
         self, starts: list[int], on_device: tuple[Tensor, Tensor] | None = None
     ) -> tuple[KeySpan, ...]:
-        """Split keys into the unmasked prefix and the masked rows; other plans have a single
-        span.
-        """
+        """Split keys into the unmasked prefix and the masked rows, if hybrid."""
         if self.mask is None or self.tree == "dense":
             # the one query of a plain step sees every row
             causal = self.mask is None and self.num_new > 1
@@ -256,18 +232,8 @@ def attend_plan(
 ) -> Tensor:
     """Attend with q [B, T, H, D] to the rows of k, v [K, R, D] in a plan.
 
-    Args:
-        attend: Backend.
-        q: Queries.
-        k: Keys of all rows.
-        v: Values of all rows.
-        plan: Plan of the forward.
-        scale: Factor of scores.
-        window: Most rows that a query sees; None for all.
-        sinks: Scores [H] of a key without a value; None for no such key.
-
-    Returns:
-        Weighted mean of values [B, T, H, D].
+    `window` is the most rows that a query sees. `sinks` are scores [H] of a key without a value.
+    Return the weighted mean of values [B, T, H, D].
     """
     spans = plan.spans if window is None else plan.spans_within(window, is_cpu=q.is_cpu)
     out, lse = attend(q, k, v, spans[0], scale)

@@ -1,11 +1,7 @@
 """Kernels of torch and flash-attn: attention on CPUs and GPUs, and the functions of a layer.
 
-On a CPU, torch's flash kernel attends where ours cannot be compiled (`backends.py`). flash-attn
-(version 2 or 3) is imported only if chosen; it takes neither tree masks nor fp32. Keys are never
-copied: a sequence is a slice of the cache.
-
-Shapes: `B` sequences, `T` queries, `S` keys, `R` rows of a cache or of a layer, `C` hidden size,
-`I` intermediate size, `H` query heads, `K` key heads, `G` = H / K heads of a group, `D` head size.
+flash-attn (version 2 or 3) is imported only if chosen; it takes neither tree masks nor fp32. Keys
+are never copied: a sequence is a slice of the cache.
 """
 
 from collections.abc import Callable
@@ -32,9 +28,7 @@ PLANNED = 512
 def _each(kernel: _Kernel, *, takes_prefix: bool = False) -> Attend:
     """Turn a kernel for one sequence into a backend.
 
-    Args:
-        takes_prefix: Whether a causal call may have a prefix; if not, the prefix gets a call of its
-            own.
+    Unless `takes_prefix`, the prefix of a causal call gets a call of its own.
     """
 
     def attend(
@@ -95,7 +89,7 @@ def _on_cuda(
 def _attend_unmasked(
     q: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attend with q [1, T, H, D] to key, value [1, K, S, D] by flash, which takes grouped heads."""
+    """Attend by flash, which takes grouped heads, with q [1, T, H, D] to [1, K, S, D]."""
     # flash takes neither fp32 nor wide heads
     if q.dtype == torch.float32 or q.shape[-1] > 256 or q.shape[-1] % 8:
         return _attend_efficiently(q, key, value, None, scale, causal=causal)
@@ -106,7 +100,7 @@ def _attend_unmasked(
 def _attend_efficiently(
     q: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attend by the memory-efficient kernel: it takes a bias [T, S], but keys are copied for each
+    """Attend by the memory-efficient kernel: it takes a bias [T, S], but copies keys for each
     head.
     """
     num_queries, num_heads = q.shape[1:3]
@@ -193,7 +187,7 @@ With `return_softmax_lse` its first results are out [B, T, H, D] and lse [B, H, 
 
 
 def find_flash_attn() -> FlashKernel | None:
-    """Import flash-attn's kernel, preferring version 3; return None if there is none."""
+    """Import flash-attn's kernel, preferring version 3, if there is one."""
     try:
         from flash_attn_interface import flash_attn_with_kvcache
     except ImportError:

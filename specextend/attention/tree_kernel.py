@@ -8,8 +8,7 @@ Places and masks are read on the device, and the grid depends only on shapes. So
 graph stays valid while sequences grow. `plain.py` is the specification. Import this module only
 where triton is installed.
 
-Shapes: `B` sequences, `T` queries, `M` masked rows, `S` splits, `R` cache rows, `H` query heads,
-`K` key heads, `G` = H / K heads of a group, `D` head size.
+More shapes: `S` splits.
 """
 
 import math
@@ -27,11 +26,8 @@ from specextend.attention.plan import KeySpan
 HEAD_DIMS = (64, 128)
 MAX_SPLITS = 64
 WAVE_SLACK = 1.05
-"""Time that a number of splits may take, relative to the best number; fewer splits leave less to
-merge.
-"""
+"""Time that a number of splits may take, relative to the best; fewer splits leave less to merge."""
 MERGED_PARTS = 64
-"""Parts that a program merges."""
 LOG2_E = 1 / math.log(2)
 LN_2 = tl.constexpr(math.log(2))
 
@@ -59,9 +55,7 @@ def choose_tiles(head_dim: int, num_rows: int, dtype: torch.dtype) -> Tiles:
 def choose_num_splits(num_programs: int, num_processors: int, num_warps: int) -> int:
     """Choose the fewest splits that keep a GPU busy, where programs run in waves.
 
-    Args:
-        num_programs: Programs without splits.
-        num_processors: Multiprocessors of the GPU.
+    `num_programs` are those without splits, `num_processors` the GPU's multiprocessors.
     """
     resident = 2 if num_warps <= 4 else 1  # programs that a multiprocessor has registers for
 
@@ -97,7 +91,6 @@ def _hide(scores, words, is_row, block, tail, length, num_words, KEYS: tl.conste
 
 @triton.jit
 def _added(scores, value, sums, total, top):
-    """Add a block of keys to the running softmax: values, weights and largest scores."""
     higher = tl.maximum(top, tl.max(scores, 1))
     finite = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing yet
     weights = tl.exp2(scores - finite[:, None])
@@ -219,14 +212,10 @@ def attend_tree(
     """Attend with q [B, T, H, D] to rows of k, v [K, R, D]; all tensors are on one device.
 
     Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
         starts: First row of each sequence [B], contiguous.
         lengths: Rows of each sequence [B], contiguous.
         visible: Bits [B, T, M / 64] of the last M rows, see `pack_mask`.
         num_masked: M, which may exceed a length.
-        scale: Factor of scores.
         num_splits: Splits of keys.
 
     Returns:
@@ -270,8 +259,7 @@ def is_interpreted() -> bool:
 
 
 def serves(q: Tensor, span: KeySpan) -> bool:
-    """Return True if the kernel takes a call: up to 128 queries, 512 masked rows, heads of 64 or
-    128.
+    """Return True if the kernel takes a call.
 
     The interpreter gets bf16 wrong, because it multiplies its bits as integers.
     """

@@ -10,9 +10,8 @@ from specextend.decoding.tree import Drafter
 
 Work = Literal["prefill", "step"]
 SMALLEST_CHUNK = 32
-"""Prompt tokens of the smallest prefill chunk."""
 PATIENCE = 8
-"""Documents before the full size is tried again; doubled after each failed try."""
+"""Documents before the full size is tried again; doubled after failures."""
 
 
 class Admission:
@@ -26,21 +25,15 @@ class Admission:
         max_tokens: int,
         max_batch_size: int,
     ):
-        """Take empty caches; `num_drafts` are the most draft tokens of a tree."""
         self._cache = cache
         self._drafter = drafter
         self._scratch = num_drafts + drafter.num_levels + 2 if drafter.num_levels else 1
         self.max_tokens = max_tokens
-        """Most prompt and output tokens of a request."""
         self._num_rows = cache.rows.num_free
         self._slots = list(reversed(range(max_batch_size)))
 
     def check(self, request: Request) -> None:
-        """Check that a request can run in an empty engine.
-
-        Raises:
-            ValueError: It cannot.
-        """
+        """Raise ValueError unless a request can run in an empty engine."""
         num_tokens = len(request.prompt_token_ids) + request.max_new_tokens
         if num_tokens > self.max_tokens:
             raise ValueError(
@@ -61,10 +54,7 @@ class Admission:
             )
 
     def admit(self, request: Request) -> tuple[int, Region] | None:
-        """Reserve a slot and cache rows. There must be a free slot.
-
-        Returns:
-            Slot and rows; None if the caches have no room now.
+        """Reserve a slot, which must be free, and cache rows; return None without room.
 
         Raises:
             ValueError: The draft can never take the request.
@@ -89,22 +79,22 @@ class Admission:
 
 
 class Queue:
-    """Waiting requests (without room, or restarted), followed by the source."""
+    """Waiting requests (without room, or restarted), then the source."""
 
     def __init__(self, requests: Iterator[Request | None]):
         self._requests = requests
         self._waiting: deque[Request] = deque()
         self.num_retries: dict[str, int] = {}
-        """Restarts of waiting requests after memory ran out, by id."""
+        """Restarts after memory ran out, by id."""
         self._ended = False
 
     @property
     def exhausted(self) -> bool:
-        """Return True if no further request will come."""
+        """Whether no further request will come."""
         return self._ended and not self._waiting
 
     def peek(self) -> Request | None:
-        """Return the next request; None if there is none now. The request stays in the queue."""
+        """Return the next request, which stays in the queue, if there is one now."""
         if not self._waiting and not self._ended:
             try:
                 request = next(self._requests)
@@ -135,7 +125,7 @@ class MemoryLadder:
     """
 
     def __init__(self, batch_size: int, num_drafts: int, chunk_size: int):
-        """Allow the full sizes; `num_drafts` are the draft tokens of a tree, 0 without a draft."""
+        """Allow the full sizes; `num_drafts` is 0 without a draft."""
         self._all = batch_size, num_drafts, chunk_size
         self.start()
 
@@ -146,18 +136,11 @@ class MemoryLadder:
         self._num_ended = 0
 
     def lower(self, work: Work, size: int, num_active: int) -> bool:
-        """Lower a size after memory ran out.
+        """Lower a size after memory ran out; return False if no size can be lowered.
 
         For a step: fewer sequences, then smaller trees, then none. For a prefill: smaller chunks,
-        then no draft, then a batch of one.
-
-        Args:
-            work: The failed work.
-            size: Sequences of the step, or tokens of the prompt.
-            num_active: Sequences in the engine.
-
-        Returns:
-            False if no size can be lowered.
+        then no draft, then a batch of one. `size` are sequences of the step, or tokens of the
+        prompt.
         """
         self._num_ended = 0
         chunk_size = min(size, self.chunk_size)
@@ -174,7 +157,7 @@ class MemoryLadder:
         return True
 
     def ended(self) -> None:
-        """Count a finished or failed document. After enough of them, allow the full sizes again."""
+        """Count a finished or failed document. After enough of them, allow the full sizes."""
         if (self.batch_size, self.num_drafts, self.chunk_size) == self._all:
             return
         self._num_ended += 1

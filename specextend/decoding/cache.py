@@ -1,15 +1,14 @@
 """The KV caches of the target, and the two caches of a draft.
 
-The largest length of a sequence is known in advance in offline work. So each sequence has a
-contiguous region of rows, aligned to 256, and there is no paging.
+Offline work knows the largest length of a sequence in advance. So each sequence has a contiguous
+region of rows, aligned to 256, and there is no paging.
 
 A draft's working cache holds the visible tokens at consecutive positions, so a draft trained on 2K
-positions stays in range at 16K (arXiv 2505.20776, section 3). A small LM reads visible tokens. A
-head also keeps every committed token in a full cache, with keys rotated back to position 0.
-Rotations are in fp32 from `inv_freq`; yarn's attention scaling is part of the stored key.
+positions stays in range at 16K (arXiv 2505.20776, section 3). A head also keeps every committed
+token in a full cache, with keys rotated back to position 0. Yarn's attention scaling is part of the
+stored key.
 
-Shapes: `L` layers, `R` rows, `K` key heads, `D` head size, `B` sequences, `T` new rows of each, `W`
-rows of a path, `n` tokens.
+More shapes: `n` tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -39,25 +38,24 @@ class Region:
 
 
 class RowAllocator:
-    """Lends contiguous rows from the first gap of sufficient width."""
+    """Lends contiguous rows from the first sufficient gap."""
 
     def __init__(self, num_rows: int):
         self._num_rows = num_rows
         self._taken: list[Region] = []
-        """Lent regions, ascending."""
 
     @property
     def num_free(self) -> int:
-        """Return the number of free rows."""
+        """Number of free rows."""
         return self._num_rows - sum(region.size for region in self._taken)
 
     @property
     def starts(self) -> set[int]:
-        """Return the first rows of lent regions."""
+        """First rows of lent regions."""
         return {region.start for region in self._taken}
 
     def take(self, num_rows: int) -> Region | None:
-        """Lend `num_rows` rows, rounded up to the alignment; return None without such a gap."""
+        """Lend `num_rows` rows, rounded up, or return None without such a gap."""
         region = Region(0, aligned(num_rows))
         for index, other in enumerate([*self._taken, Region(self._num_rows, 0)]):
             if other.start - region.start >= region.size:
@@ -77,28 +75,24 @@ class RecentSizes:
     """Sizes of the cache of layers with a sliding window."""
 
     window: int
-    """Tokens of the widest window."""
     reading: int
-    """Rows for the prompt in work: a window, a chunk, and spare rows."""
+    """Rows for a prompt: a window, a chunk, and spare rows."""
     running: int
-    """Rows of a running sequence: a window, its output, and a tree."""
+    """Rows of a sequence: a window, its output, and a tree."""
     num_sequences: int
-    """Running sequences at most."""
     most_new_tokens: int
-    """Output tokens of a sequence at most."""
 
     @property
     def num_rows(self) -> int:
-        """Return the rows of each layer."""
+        """Rows of each layer."""
         return self.reading + self.num_sequences * self.running
 
 
 class RecentRows:
     """Rows of layers with a sliding window, without rows that no later token sees.
 
-    Prompts are read one at a time, in rows that move to the front when they are full. At the end of
-    a prompt its last rows are copied to the rows of its sequence. The rows of the prompt stay until
-    the next prompt.
+    Prompts are read one at a time, in rows that move to the front when they are full. The last rows
+    are copied to the sequence, and stay until the next prompt.
     """
 
     def __init__(self, sizes: RecentSizes, parts: Sequence[Tensor], rows: RowAllocator):
@@ -110,9 +104,9 @@ class RecentRows:
         self._parts = parts
         self._rows = rows
         self._reading: int | None = None
-        """First row of the sequence with the prompt in work."""
+        """First row of the sequence whose prompt is read."""
         self._first = 0
-        """Position of the first row of that prompt, or of the last one."""
+        """Position of this row, or of the last prompt's."""
         self._begin = sizes.num_sequences * sizes.running
         self._slots: dict[int, int] = {}
         self._origins: dict[int, int] = {}
@@ -121,14 +115,9 @@ class RecentRows:
         """[B, 1] distance from rows of other layers, for the last forward."""
 
     def begin(self, start: int, num_tokens: int) -> int:
-        """Begin to read a prompt.
+        """Begin to read a prompt with `num_tokens` in common with the last prompt.
 
-        Args:
-            start: First row of its sequence.
-            num_tokens: Tokens in common with the last prompt.
-
-        Returns:
-            `num_tokens` if their last rows are still there, otherwise 0.
+        Return `num_tokens` if their last rows are still there, otherwise 0.
         """
         if self._first and num_tokens < self._first + self.sizes.window:
             num_tokens = 0
@@ -156,13 +145,12 @@ class RecentRows:
         self._reading = None
 
     def assume(self, starts: Sequence[int], length: int) -> None:
-        """Count `length` tokens as read by sequences, so that steps can be measured."""
+        """Count tokens as read, see `CachedModel.assume_read`."""
         self._slots = {}
         for start in starts:
             self._take_slot(start, max(0, length - self.sizes.window))
 
     def _take_slot(self, start: int, first: int) -> int:
-        """Take rows for a sequence from position `first` on; return the first row."""
         free = {*range(self.sizes.num_sequences)}.difference(self._slots.values())
         slot = self._slots.setdefault(start, min(free, default=0))
         row = slot * self.sizes.running
@@ -170,7 +158,6 @@ class RecentRows:
         return row
 
     def _make_room(self, length: int, num_new: int) -> None:
-        """Move the last rows to the front if the new ones do not fit after them."""
         first = aligned(length - self.sizes.reading)
         if first > self._first:
             source = self._begin + first - self._first
@@ -181,8 +168,8 @@ class RecentRows:
 def copy_rows(parts: Sequence[Tensor], source: int, target: int, count: int) -> None:
     """Copy `count` rows of keys and values [..., R, D] from row `source` on to `target`.
 
-    Both may overlap at a distance of a multiple of `ALIGNMENT`, because blocks of `ALIGNMENT` rows
-    are copied in order.
+    Both may overlap at a distance of a multiple of `ALIGNMENT`: blocks of this size are copied in
+    order.
     """
     if source == target:
         return
@@ -198,8 +185,8 @@ def copy_rows(parts: Sequence[Tensor], source: int, target: int, count: int) -> 
 class KVCache:
     """Keys and values of all sequences.
 
-    The rows of a head are contiguous, so attention reads them as one matrix. Rows after a
-    sequence's committed rows are a proposal, of which `commit` keeps a path.
+    The rows of a head are contiguous, so attention reads them as a matrix. Rows after the committed
+    rows are a proposal; `commit` keeps a path of it.
     """
 
     def __init__(
@@ -215,10 +202,10 @@ class KVCache:
 
         Args:
             shapes: Key heads and head size of each layer; (0, 0) for a layer without attention.
-            num_rows: Rows of each layer, which are aligned.
+            num_rows: Rows of each layer, to be aligned.
             dtype: Type of keys and values.
             device: Their device.
-            recent: Sizes of layers with a window; None: they have `num_rows` too.
+            recent: Sizes of the `windowed` layers; None: they have `num_rows` too.
             windowed: Numbers of layers with a window.
         """
         self.num_rows = aligned(num_rows)
@@ -239,34 +226,34 @@ class KVCache:
             for shape, is_recent in dict.fromkeys(kinds)
         }
         self.parts = [*of_kind.values()]
-        """Keys and values [L, 2, K, R, D] of all layers of the same kind."""
+        """[L, 2, K, R, D] of all layers of the same kind."""
         each = {kind: iter(part) for kind, part in of_kind.items()}
         self.layers: list[Tensor] = [next(each[kind]) for kind in kinds]
-        """Keys and values [2, K, R, D] of each layer."""
+        """[2, K, R, D] of each layer."""
         self.rows = RowAllocator(self.num_rows)
         self._whole = [part for (_, is_recent), part in of_kind.items() if not is_recent]
         self._recent = [part for (_, is_recent), part in of_kind.items() if is_recent]
         self.recent = RecentRows(recent, self._recent, self.rows) if recent else None
-        """Rows of layers with a window; None if they have `num_rows` too."""
+        """None: these layers have `num_rows` too."""
 
     @property
     def stored(self) -> Tensor:
-        """Return keys and values [L, 2, K, R, D] of layers with equal shapes."""
+        """Keys and values [L, 2, K, R, D] of layers with equal shapes."""
         [stored] = self.parts
         return stored
 
     @property
     def keys(self) -> Tensor:
-        """Return the keys [L, K, R, D] of layers with equal shapes, also for writing."""
+        """The keys [L, K, R, D], also for writing."""
         return self.stored[:, 0]
 
     @property
     def values(self) -> Tensor:
-        """Return the values [L, K, R, D] of layers with equal shapes, also for writing."""
+        """The values [L, K, R, D], also for writing."""
         return self.stored[:, 1]
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Copy `count` rows of layers without a window between two starts of regions."""
+        """Copy `count` rows of layers without a window."""
         copy_rows(self._whole, source, target, count)
 
     def commit(self, rows: Tensor, paths: Tensor) -> None:
@@ -274,7 +261,7 @@ class KVCache:
 
         Args:
             rows: New rows [B, T] of that forward.
-            paths: Places [B, W] among the T: those of the path, then each place's number.
+            paths: Places [B, W] of the path among the T, then each place's number.
         """
         of_recent = rows if self.recent is None else rows + self.recent.shift
         for parts, places in ((self._whole, rows), (self._recent, of_recent)):
@@ -305,44 +292,40 @@ class DraftRows:
 
     working: Region
     full: Region = Region(0, 0)
-    """Rows of the full cache; empty without a full cache."""
     length: int = 0
-    """Tokens given to the draft."""
     visible: int = 0
-    """Visible rows in the working cache, and so the position of the next token."""
+    """Rows in the working cache, and the next token's position."""
     pending: Tensor | None = None
-    """Features [1, F] of the last token of a chunk, until the next token is known."""
+    """Features [1, F] of a chunk's last token, until the next token is known."""
 
     @property
     def full_end(self) -> int:
-        """Return the full cache's next row."""
+        """The full cache's next row."""
         return self.full.start + self.length
 
     def reach(self, num_new: int) -> int:
-        """Return the rows in use with `num_new` more, which must fit."""
+        """Return the rows in use with `num_new` more."""
         assert self.visible + num_new <= self.working.size, "the working cache is full"
         return self.visible + num_new
 
 
 class VisibleCache(ABC):
-    """The working cache of a draft: rows of the visible tokens."""
+    """The working cache of a draft, by slot."""
 
     def __init__(self, working: KVCache):
-        """Take a cache without lent rows."""
         self.working = working
         self.of: dict[int, DraftRows] = {}
-        """Rows by slot."""
 
     def admit(self, slot: int, num_tokens: int, num_working_rows: int) -> bool:
         """Reserve rows for a sequence.
 
         Args:
             slot: Free slot.
-            num_tokens: Tokens of the sequence at most.
-            num_working_rows: Visible tokens at most.
+            num_tokens: Most tokens of the sequence.
+            num_working_rows: Most visible tokens.
 
         Returns:
-            False if there is no room now; then nothing is reserved.
+            False, with nothing reserved, if there is no room now.
 
         Raises:
             ValueError: The cache is too small even if it is empty.
@@ -390,7 +373,7 @@ class DraftCache(VisibleCache):
         """Allocate the full cache.
 
         Args:
-            inv_freq: Frequencies as `rotate` takes them.
+            inv_freq: Frequencies, see `rotate`.
             turned: First and end of the elements of a key that RoPE turns; None: all.
         """
         super().__init__(working)
@@ -403,7 +386,7 @@ class DraftCache(VisibleCache):
         self._turned = turned
 
     def turn(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Turn keys [..., n, K, D] by RoPE to `positions` [..., n], as `rotate` does."""
+        """Turn keys [..., n, K, D] by RoPE to `positions` [..., n], see `rotate`."""
         if self._turned is None:
             return rotate(keys, positions, self._inv_freq)
         before, turned, after = keys.tensor_split(self._turned, -1)
@@ -420,7 +403,7 @@ class DraftCache(VisibleCache):
             features: Features [T, F] at the chunk's tokens.
 
         Returns:
-            Earlier tokens, then those with features [.. + n], and the features [n, F].
+            Tokens [.. + n], and features [n, F] for the last n.
         """
         held = self.of[slot]
         if held.pending is None:
@@ -431,7 +414,7 @@ class DraftCache(VisibleCache):
         return text, features[:-1]
 
     def admit(self, slot: int, num_tokens: int, num_working_rows: int) -> bool:
-        """Reserve a region of each cache, as `VisibleCache.admit` does."""
+        """Reserve rows of both caches, see `VisibleCache.admit`."""
         if not super().admit(slot, num_tokens, num_working_rows):
             return False
         if (full := self._full.rows.take(num_tokens)) is None:
@@ -441,7 +424,7 @@ class DraftCache(VisibleCache):
         return True
 
     def release(self, slot: int) -> None:
-        """Free both regions."""
+        """Free the rows of both caches."""
         self._full.rows.give_back(self.of[slot].full)
         super().release(slot)
 
@@ -470,12 +453,9 @@ class DraftCache(VisibleCache):
         sequence.visible = count
 
     def write_back(self, rows: Tensor, positions: Tensor, full_rows: Tensor) -> None:
-        """Copy working rows to the full cache.
+        """Copy working rows [n] with keys at `positions` [n] to `full_rows` [n] of the full cache.
 
-        Args:
-            rows: Working rows [n].
-            positions: Positions [n] of their keys.
-            full_rows: Rows [n] of the full cache. All three are int64 on the device.
+        All are int64 on the device.
         """
         new = self.working.stored.index_select(3, rows)
         keys = self.turn(new[:, 0].transpose(1, 2), -positions)

@@ -1,10 +1,8 @@
 """Scored answers: outputs made of choices between known values, and scores after an output is done.
 
-The values of a choice form a tree after the prompt and the previous choices, and few forwards score
-all of them. Nothing is drafted or sampled. The log probability of a value is the sum over its
-tokens, normalised over the values. Texts end where they differ, so no value is a prefix of another.
-
-Shapes: `N` tree nodes with the forced tokens before the root, `C` hidden size.
+The values of a choice form a tree after the forced tokens, and few forwards score all of them. The
+log probability of a value is the sum over its tokens, normalised over the values. Texts end where
+they differ, so no value is a prefix of another.
 """
 
 import math
@@ -25,24 +23,22 @@ from specextend.decoding.sequence import RunningSequence
 from specextend.decoding.tree import DraftTrees, TreeNode, tree_mask
 
 MOST_NODES = 96
-"""Most nodes of values in one forward; every kernel takes them with `_MOST_FORCED` tokens."""
+"""Most nodes of values in one forward: kernels take them with `_MOST_FORCED` tokens."""
 _MOST_FORCED = 32
-"""Most forced tokens in one forward."""
 Path = list[int]
 """Tokens of an output from its start."""
 
 
 @dataclass(frozen=True)
 class ChoiceScorer:
-    """Scores choices and questions of requests after their prompts are read."""
+    """Scores choices and questions of requests after prefill."""
 
     _tokenizer: Any
     _target: CachedModel
     _on_forward: Callable[[], None]
-    """Called before each forward of the target."""
 
     def answer(self, sequence: RunningSequence) -> tuple[Path, FinishReason]:
-        """Make the choices of a sequence in order; return its output and finish reason."""
+        """Make the choices of a sequence; return its output and finish reason."""
         request = sequence.request
         text = ""
         path = Path()
@@ -66,7 +62,7 @@ class ChoiceScorer:
     def score(self, sequence: RunningSequence) -> None:
         """Score the values of the closed fields of a complete output.
 
-        Fields are scored in reverse order, because each overwrites the cache rows after it.
+        The order is reverse, because each field overwrites the cache rows after it.
         """
         request = sequence.request
         text = sequence.stopper.text
@@ -85,7 +81,7 @@ class ChoiceScorer:
                 sequence.scored[:0] = [Scored(choice.field, *each) for each in values]
 
     def judge(self, sequence: RunningSequence, questions: Questions) -> None:
-        """Answer questions in the cache rows of a complete output, several in one forward."""
+        """Answer questions in the cache rows of a complete output."""
         begin = questions.num_read
         prompt = sequence.request.prompt_token_ids
         room = len(prompt) + sequence.request.max_new_tokens - begin
@@ -108,7 +104,6 @@ class ChoiceScorer:
         )
 
     def _behind_output(self, sequence: RunningSequence, paths: Sequence[Path]) -> list[float]:
-        """Return `_log_probs` in the rows of an output with other tokens for the text."""
         begin = len(sequence.request.prompt_token_ids)
         forced = paths[0][: _num_shared(paths)]
         known = begin + _num_shared([forced, sequence.stopper.token_ids])
@@ -154,11 +149,11 @@ class ChoiceScorer:
             ]
             tails = [paths[place][num_shared:] for place in group]
             sums[group] = self._sums(sequence, forced, tails, only_last=only_last)
-            sequence.length = root  # the forced tokens are in the cache
+            sequence.length = root
         return sums
 
     def _groups(self, paths: Sequence[Path], num_shared: int, room: int) -> Iterator[list[int]]:
-        """Yield indices of paths that fit into one tree; single paths if trees must be chains."""
+        """Yield indices of paths that fit into a tree; single paths for chains."""
         group = list[int]()
         num_nodes = 0
         before = Path()
@@ -180,7 +175,7 @@ class ChoiceScorer:
     ) -> Tensor:
         """Return for tails after `forced` the sums [n] fp64 of log probabilities.
 
-        only_last: Take the last token of each tail only.
+        `only_last`: of the last token of each tail.
         """
         root = len(forced) - 1
         nodes = [TreeNode(at - 1, token_id, at, 0.0) for at, token_id in enumerate(forced)]
@@ -222,5 +217,4 @@ class ChoiceScorer:
 
 
 def _num_shared(paths: Sequence[Path]) -> int:
-    """Return the length of the common prefix."""
     return len(commonprefix(paths))  # noqa: RUF071  of lists it compares item by item

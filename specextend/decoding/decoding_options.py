@@ -1,4 +1,4 @@
-"""The options `decoding.*`, `attention.*`, `tree.*`, `cache.*` and `draft.*`, checked when made."""
+"""The options `decoding.*`, `attention.*`, `tree.*`, `cache.*` and `draft.*`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class DecodingOptions:
 
     mode: Mode = "specextend"
     """`specextend`: attention and cache as configured. `tree`: dense tree attention and the full
-    cache. `autoregressive`: no draft, one token a step."""
+    cache. `autoregressive`: no draft, one token a step.
+    """
     max_new_tokens: int = 256
     """Most output tokens of a document."""
     temperature: float = 0.0
@@ -37,23 +38,28 @@ class DecodingOptions:
     seed: int = 0
     """Seed of the run. The seed of a document follows from it and the id."""
     stop: tuple[str, ...] = ()
-    """Strings that end an output, also across token borders. They are not part of it."""
+    """Strings that end an output, also across token borders. The output leaves them out."""
     stop_repetition: bool = False
     """End an output at a loop: a span of up to 64 tokens, at least four times in a row, over at
-    least 64 tokens. The loop stays in the text, and `finish_reason` is `repetition`."""
+    least 64 tokens. The loop stays in the text, and `finish_reason` is `repetition`.
+    """
     repetition_penalty: float | None = None
     """Divide positive logits of earlier tokens by this and multiply negative ones, as transformers
     does; 1 changes nothing. The end of sequence counts too, since chat templates contain it. Unset:
-    the value in the model's `generation_config.json`, as for the next key."""
+    the value in the model's `generation_config.json`, as for the next key.
+    """
     no_repeat_ngram_size: int | None = None
     """Never repeat a run of this many tokens, as in transformers; 0 allows all. Runs of the prompt
-    count too, so no long name of the document can be quoted."""
+    count too, so no long name of the document can be quoted.
+    """
     max_batch_size: int | Literal["auto"] = 1
     """Most sequences in a step of a worker; fewer run if the cache has no room. `auto`: as many
-    documents of mean length as the cache holds, at most 8 on a CPU and 32 on a GPU."""
+    documents of mean length as the cache holds, at most 8 on a CPU and 32 on a GPU.
+    """
     cache_gib: float = 2.0
     """Largest size of the target's KV cache on each worker, in GiB. A draft's caches are
-    additional. With `max_batch_size: auto` the rest of this machine's GPU is the limit too."""
+    additional. With `max_batch_size: auto` the rest of this machine's GPU is the limit too.
+    """
 
     def __post_init__(self) -> None:
         at_least("decoding.max_new_tokens", self.max_new_tokens, 1)
@@ -67,13 +73,13 @@ class DecodingOptions:
             raise ValueError(f"decoding.{error}") from None
 
     def sampling(self, seed: int) -> SamplingParams:
-        """Return the sampling parameters of a request with this seed."""
+        """Return the sampling parameters of a request."""
         names = (each.name for each in fields(SamplingParams) if hasattr(self, each.name))
         return SamplingParams(**{name: getattr(self, name) for name in names} | {"seed": seed})
 
     @property
     def batch_size(self) -> int:
-        """Return `max_batch_size` as a number, after `auto` was replaced."""
+        """`max_batch_size` as a number, after `auto` was replaced."""
         assert isinstance(self.max_batch_size, int)
         return self.max_batch_size
 
@@ -83,16 +89,17 @@ class AttentionOptions:
     """`attention.*`: Attention kernels, and attention of draft trees."""
 
     backend: Backend = "auto"
-    """`auto`: on a CPU `compiled` if it can be made and is right; on a GPU the fast kernels of
-    the card after a proof at the first start; otherwise `sdpa`. `reference`: plain torch in
-    float32, for tests. `sdpa`: torch's kernels. `compiled` (CPU, extra `cpu`) and `triton` (GPU,
-    heads of 64 or 128, with CUDA graphs): our kernels. `flash` (GPU, extra `flash`): flash-attn 2
-    or 3. Another kernel takes calls that the chosen kernel does not support.
+    """`auto`: on a CPU `compiled` if it can be made and is right; on a GPU the fast kernels of the
+    card after a proof at the first start; otherwise `sdpa`. `reference`: plain torch in float32,
+    for tests. `sdpa`: torch's kernels. `compiled` (CPU, extra `cpu`) and `triton` (GPU, heads of 64
+    or 128, with CUDA graphs): our kernels. `flash` (GPU, extra `flash`): flash-attn 2 or 3. Another
+    kernel takes calls that the chosen kernel does not support.
     """
     tree: Literal["auto", "dense", "hybrid"] = "auto"
     """`hybrid`: attention to prefix and tree in two calls, merged by their log-sum-exp (arXiv
     2505.20776, section 3), never captured. `dense`: a single masked call. `auto`: `dense` on a CPU
-    and with the Triton kernel, otherwise `hybrid`. Unused if a CPU runs all layers in one call."""
+    and with the Triton kernel, otherwise `hybrid`. Unused if a CPU runs all layers in one call.
+    """
 
 
 LEAST_SPEEDUP = 0.98
@@ -113,15 +120,17 @@ class TreeOptions:
     nodes: int | Literal["auto"] = 16
     """Draft tokens of a step, without the root. `auto`: the number with most tokens a second by
     measured step times, or plain steps if no tree pays. A worker with losing drafts stops drafting
-    for 200 documents. In mode `tree`, `auto` is `max_nodes`."""
+    for 200 documents. In mode `tree`, `auto` is `max_nodes`.
+    """
     max_nodes: int = 15
-    """Most draft tokens of a step with `nodes: auto`. The root is one more row of the forward."""
+    """Most draft tokens of a step with `nodes: auto`."""
     depth: int = 6
     """Most levels of a draft's tree; n-gram drafts have up to 16."""
     threshold: float = 0.05
     """Least expected accepted tokens of another level. With `nodes: auto` an EAGLE head or small LM
     begins with this value and adapts it. Unused in captured steps, whose trees have one of three
-    shapes."""
+    shapes.
+    """
 
     def __post_init__(self) -> None:
         at_least("tree.max_nodes", self.max_nodes, 1)
@@ -131,7 +140,7 @@ class TreeOptions:
 
     @property
     def most_drafts(self) -> int:
-        """Return the most draft tokens of a step, without the root."""
+        """Most draft tokens of a step."""
         return self.max_nodes if isinstance(self.nodes, str) else self.nodes
 
     @property
@@ -149,7 +158,8 @@ class CacheOptions:
 
     policy: Policy = "retrieval"
     """`full`: all tokens. `streaming`: first and most recent chunks. `retrieval`: these, and chunks
-    with most of the target's attention."""
+    with most of the target's attention.
+    """
     chunk_size: int = 32
     """Tokens in a chunk. The first chunk of a text stays visible."""
     top_k_chunks: int = 32
@@ -158,11 +168,13 @@ class CacheOptions:
     """Visible tokens at the end of the text with `retrieval`, rounded up to whole chunks."""
     refresh_every: int | Literal["auto"] = "auto"
     """Steps between two retrievals; the first retrieval follows prefill. `auto`: 32, or for a small
-    LM so many that reading new chunks takes 2% of the time."""
+    LM so many that reading new chunks takes 2% of the time.
+    """
     score_layers: tuple[int, ...] = ()
     """Layers of the target that score chunks by their attention, from 0 on, or from the last layer
     (-1) down. They must attend to the whole text. Scores of several layers are averaged. Empty: the
-    last layer of full attention."""
+    last layer of full attention.
+    """
 
     def __post_init__(self) -> None:
         for name in ("chunk_size", "top_k_chunks", "recent", "refresh_every"):
@@ -185,7 +197,7 @@ _EMPTY = {"model": "'\"\"'", "ngram": "false"}
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """`draft.*`: The draft, which proposes trees in the target's dtype and on its device.
+    """`draft.*`: The draft, in the target's dtype and on its device.
 
     Optional with `decoding.mode: autoregressive`.
     """
@@ -193,16 +205,18 @@ class DraftOptions:
     kind: DraftKind
     """`eagle`: a head over the target's hidden states. `model`: a small causal LM with the target's
     tokens; either may lack some. `mtp`: the layer for the token after the next in the target's
-    checkpoint (Qwen3.5, GLM-4.x, DeepSeek-V3). `ngram`: repeats of earlier text, without a
-    model."""
+    checkpoint (Qwen3.5, GLM-4.x, DeepSeek-V3). `ngram`: repeats of earlier text, without a model.
+    """
     model: str = ""
     """A name as in `target.model`; empty for `mtp` and `ngram`. `specextend prepare draft` converts
-    heads in pickles."""
+    heads in pickles.
+    """
     ngram: bool = False
     """Merge likelier n-gram drafts into the trees of another draft."""
     feature_layers: tuple[int, ...] = ()
     """For an EAGLE-3 head: layers of the target with the outputs for its features, ascending from
-    0. Empty: by its `config.json`."""
+    0. Empty: by its `config.json`.
+    """
 
     def __post_init__(self) -> None:
         if self.feature_layers and self.kind != "eagle":
@@ -224,10 +238,10 @@ class DraftOptions:
 
     @property
     def is_head(self) -> bool:
-        """Return True if the draft reads the target's hidden states."""
+        """Whether the draft reads the target's hidden states."""
         return self.kind in ("eagle", "mtp")
 
     @property
     def has_ngrams(self) -> bool:
-        """Return True for n-gram drafts, merged ones included."""
+        """Whether n-grams draft, alone or merged."""
         return self.kind == "ngram" or self.ngram

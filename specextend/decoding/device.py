@@ -1,8 +1,8 @@
 """Differences between devices, and captured steps; only this module of `decoding/` names devices.
 
 A function of tensors can be captured and replayed as a single launch (a CUDA graph), because hosts
-launch eager steps of small models more slowly than GPUs run them. Captured functions use fixed
-memory: changing values must be tensors on the device, unread by the host.
+launch eager steps of small models more slowly than GPUs run them. Changing values of captured
+functions must be tensors on the device, unread by the host.
 """
 
 import logging
@@ -35,13 +35,12 @@ Key = tuple[str, tuple[tuple[torch.Size, torch.dtype], ...], tuple[int, ...]]
 """Name of a function, shapes and types of its inputs, and its shape."""
 CALLS_BEFORE_CAPTURE = 8
 MOST_GRAPHS = 128
-"""Captured functions to keep, for several batch sizes and tree sizes."""
+"""Captured functions to keep."""
 GRAPH_BYTES = 8 << 20
-"""Rough GPU memory of a captured function beside its tensors."""
+"""Rough memory of a captured function beside its tensors."""
 
 DRIVER = Path("/proc/driver/nvidia/version")
 _LEAST_DRIVERS = {"12": 525, "13": 580}
-"""Oldest driver of each CUDA version."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,9 +52,9 @@ _OUT_OF_MEMORY = (
 )
 """Messages of allocators that raise a bare RuntimeError."""
 _DEVICE = ("CUDA error", "CUDA driver error", "[CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS")
-"""Messages of other GPU failures raised as a bare RuntimeError."""
+"""Messages of other GPU failures."""
 _GENERATION = ("cpu family", "model", "CPU implementer", "CPU part")
-"""Fields of /proc/cpuinfo that distinguish generations of the same name, such as `AMD EPYC`."""
+"""Fields of /proc/cpuinfo that distinguish generations of one name, such as `AMD EPYC`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +66,12 @@ class DeviceTraits:
     decode_share: float
     """Share of time for running sequences while a prompt is read; 0: they wait."""
     packs_linears: bool
-    """Whether weights of linear layers may be laid out anew."""
     largest_batch: int
-    """Largest batch chosen automatically."""
     measured_rows: int
-    """Rows of the largest step to time; larger steps are extrapolated."""
     workspace_bytes: int
     """Rough memory of CUDA and libraries, or of a process on a CPU."""
     probe_bytes: int
-    """Size of the tensor that measures bandwidth, larger than caches."""
+    """Bytes of the tensor that measures bandwidth, larger than caches."""
     probe_size: int
     """Size of the square product that measures the matrix rate."""
 
@@ -117,10 +113,7 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name(cpuinfo: str) -> str:
-    """Return name and generation from the text of /proc/cpuinfo.
-
-    On x86, for example, `AMD EPYC (cpu family 25, model 17)`.
-    """
+    """Return name and generation, such as `AMD EPYC (cpu family 25, model 17)`."""
     pairs = (line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines())
     values = {name.strip(): value.strip() for name, _, value in pairs}
     name = values.get("model name") or platform.processor() or platform.machine()
@@ -129,9 +122,9 @@ def processor_name(cpuinfo: str) -> str:
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Return the memory of a GPU, without making a context; None for a CPU.
+    """Return the memory of a GPU, or None for a CPU.
 
-    A context would lock out other processes in the mode `exclusive process`.
+    A context would lock out other processes in the mode `exclusive process`, so none is made.
     """
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
@@ -146,7 +139,7 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def multiplies_bf16(device: torch.device | None = None) -> bool:
-    """Return True if torch has fast bf16 products on a device, by default on this CPU."""
+    """Return True if a device, by default this CPU, has fast bf16 products."""
     mkldnn = torch.backends.mkldnn
     is_cpu = device is None or device.type == "cpu"
     return not is_cpu or (mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -177,7 +170,7 @@ def download(values: Tensor) -> Tensor:
 
 
 def make_current(device: torch.device) -> None:
-    """Make a GPU current for Triton and captures in this thread."""
+    """Make a GPU current in this thread."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
@@ -185,7 +178,7 @@ def make_current(device: torch.device) -> None:
 class CudaCapture:
     """Captures functions as CUDA graphs on the current GPU; nothing runs before the first replay.
 
-    Functions of the same name share memory: read outputs before the next replay.
+    Functions of a name share memory: read outputs before the next replay.
     """
 
     def __init__(self) -> None:
@@ -232,7 +225,7 @@ def peak_bytes() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if the same work may succeed in smaller parts."""
+    """Return True if smaller work may succeed."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
@@ -250,32 +243,25 @@ def is_device_error(error: BaseException) -> bool:
 class Graphs:
     """Runs functions of tensors, and captures those that recur with the same shapes.
 
-    Batches need no padding, and the least recently used graph makes room. A function larger than
-    all of its name replaces them, because captures in growing order would take the sum of their
-    memory.
+    The least recently used graph makes room. A function larger than all of its name replaces them,
+    because captures in growing order would take the sum of their memory.
 
-    Functions run eagerly if memory runs out or kernels read on the host. After another failed
-    capture all do, because the allocator cannot be trusted.
+    Functions run eagerly if memory runs out or kernels read on the host. After another failure all
+    do, because the allocator cannot be trusted.
     """
 
     def __init__(self, capture: Capture | None = None, num_eager_calls: int | None = None):
-        """Take the way to capture; None runs all functions eagerly.
-
-        Args:
-            capture: Captures a function.
-            num_eager_calls: Calls before a capture, at least 1; None: `CALLS_BEFORE_CAPTURE`.
-        """
+        """Take the way to capture, if any, and the calls before a capture, at least 1."""
         self._capture = capture
         self._num_eager_calls = CALLS_BEFORE_CAPTURE if num_eager_calls is None else num_eager_calls
         self._num_calls: Counter[Key] = Counter()
         self._graphs: dict[Key, tuple[Outputs, Callable[[], None], Outputs] | None] = {}
-        """Inputs, replay and outputs of captured functions; None for functions that run eagerly."""
+        """Inputs, replay and outputs of captured functions; None for eager functions."""
         self.capturing = False
-        """Whether a function is being captured."""
 
     @property
     def enabled(self) -> bool:
-        """Return True while functions are captured."""
+        """Whether functions are captured."""
         return self._capture is not None
 
     @property
@@ -319,7 +305,6 @@ class Graphs:
         function: Callable[..., Outputs],
         inputs: tuple[Tensor, ...],
     ) -> None:
-        """Capture a function, or mark it, or all, as eager."""
         if len(self._graphs) == MOST_GRAPHS:
             oldest = next(iter(self._graphs))
             del self._graphs[oldest], self._num_calls[oldest]
@@ -374,7 +359,7 @@ def toolchain_versions() -> dict[str, str]:
 
 
 def what_is_missing() -> list[str]:
-    """List missing GPU software with its Debian package; empty without an NVIDIA driver."""
+    """List missing GPU software with its Debian package."""
     if not DRIVER.exists():
         return []
     missing = []

@@ -1,11 +1,4 @@
-"""The engine decodes a stream of requests in batches: with SpecExtend, tree speculation or plain
-steps.
-
-`Engine.generate` is the entry point, `Engine._step` a decoding step.
-
-Shapes: `B` sequences, `N` tree nodes (root included), `T` tokens of a prefill chunk, `C` hidden
-size, `F` features of a position (`Drafter.hidden_layers`), `V` vocabulary, `W` nodes of a path.
-"""
+"""The engine decodes a stream of requests in batches. `Engine._step` is a decoding step."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,7 +40,7 @@ from specextend.decoding.verification import Verified, Verifier
 
 OnError = Callable[[str, Exception], None]
 TIMED_EVERY = 16
-"""Every 16th captured step is timed: the host waits for the device after each phase."""
+"""Captured steps per timed step, which waits for the device after each phase."""
 
 
 class BatchError(RuntimeError):
@@ -56,11 +49,10 @@ class BatchError(RuntimeError):
     def __init__(self, request_ids: list[str], error: Exception):
         super().__init__(f"{type(error).__name__}: {error}")
         self.request_ids = request_ids
-        """Requests of the step."""
 
 
 class Engine:
-    """Decodes requests. It keeps only weights and buffers between calls of `generate`."""
+    """Decodes requests. Between calls of `generate` it keeps only weights and buffers."""
 
     def __init__(
         self,
@@ -83,9 +75,7 @@ class Engine:
         Args:
             drafter: Draft; None: all steps are plain.
             max_tokens: Largest sum of prompt and output tokens.
-            cache: Part of the text that the draft sees.
             adaptive: Cuts trees and pauses drafts; None: every step verifies whole trees.
-            graphs: Graphs of the drafter.
             asks: Defaults of requests without penalties.
         """
         assert drafter is not None or adaptive is None, "without a draft there is nothing to adapt"
@@ -95,9 +85,9 @@ class Engine:
         self.drafter = drafter or Drafter()
         self.max_tokens = max_tokens
         self.num_steps = 0
-        """Prefill chunks and decoding steps so far, as a sign of progress."""
+        """Prefill chunks and decoding steps, as a sign of progress."""
         self.decode_share = traits.decode_share
-        """Share of the time for running sequences while a prompt is read, below 1."""
+        """Share of the time for running sequences while a prompt is read."""
         self._eos_token_ids, self._asks = eos_token_ids, asks or Asks()
         self._cache_options = cache
         sizes = tree.most_drafts, max_tokens, max_batch_size
@@ -118,19 +108,14 @@ class Engine:
         self._lock = threading.Lock()
         self._active: dict[str, RunningSequence] = {}
         self._reading: RunningSequence | None = None
-        """Active sequence with an unread rest of its prompt."""
         self._owed_s = 0.0
-        """Seconds of steps due to running sequences before the next chunk of a prompt."""
+        """Seconds due to running sequences before the next chunk of a prompt."""
         self._cancelled: set[str] = set()
 
     def limits(self) -> dict[str, float] | None:
-        """Return the limits of the device (`measure_limits`) and the work of the target
-        (`ModelWork`).
+        """Return the device's limits (`measure_limits`) and the target's work (`ModelWork`).
 
-        No request may be running.
-
-        Returns:
-            Both as one dictionary; None if the device has no memory left for the measurement.
+        No request may be running. None: no memory is left for the measurement.
         """
         try:
             limits = load_limits(self.target.device, self.target.dtype)
@@ -143,23 +128,21 @@ class Engine:
 
     @property
     def speedup(self) -> float | None:
-        """Return the speed of the last trial's documents over plain decoding; None before its end
-        and for trees of fixed size.
-        """
+        """Speed of the last trial's documents over plain decoding; None before its end."""
         return self._drafting.payoff.speedup
 
     @property
     def num_active(self) -> int:
-        """Return the number of sequences in the engine."""
+        """Number of sequences in the engine."""
         return len(self._active)
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request between two steps, without a completion. Any thread may call this."""
+        """Drop a request between two steps. Any thread may call this."""
         with self._lock:
             self._cancelled.add(request_id)
 
     def progress(self) -> dict[str, int]:
-        """Return the output tokens so far of each active request. Any thread may call this."""
+        """Return each active request's output tokens so far. Any thread may call this."""
         with self._lock:
             return {
                 name: sequence.stats.num_output_tokens for name, sequence in self._active.items()
@@ -208,8 +191,7 @@ class Engine:
             self._owed_s = 0.0
 
     def _take_turn(self, queue: Queue, on_error: OnError | None) -> None:
-        """Read a chunk of a prompt, or step all running sequences until they had their share of
-        the time.
+        """Read a chunk of a prompt, or step running sequences for their share of the time.
 
         A doubted sequence steps without the others.
         """
@@ -224,7 +206,6 @@ class Engine:
             self._owed_s -= self._watch.mark - begin
 
     def _admit(self, queue: Queue, on_error: OnError | None) -> None:
-        """Choose the prompt to read next, if no prompt is being read and there is room."""
         while (
             self._reading is None
             and len(self._active) < self._memory.batch_size
@@ -245,7 +226,6 @@ class Engine:
             self._reading = sequence
 
     def _start(self, request: Request) -> RunningSequence | None:
-        """Reserve a slot and cache rows for a request; return None if there is no room now."""
         if request.request_id in self._active:
             raise ValueError(
                 f"request {request.request_id!r} is running already; give each request an id of "
@@ -316,7 +296,6 @@ class Engine:
         return self._memory.lower(work, size, len(self._active)) or still_drafts
 
     def _fail(self, sequences: list[RunningSequence], error: Exception, on_error: OnError) -> None:
-        """Report the failure of a sequence. Raises BatchError for several."""
         if len(sequences) > 1:
             raise BatchError(
                 [sequence.request.request_id for sequence in sequences], error
@@ -335,7 +314,7 @@ class Engine:
         self._admission.release(sequence.slot, sequence.region)
 
     def _finished(self, on_error: OnError | None) -> list[Completion]:
-        """Release ended sequences; return their completions except broken sequences."""
+        """Release ended sequences; return completions except of broken sequences."""
         done = []
         for sequence in [each for each in self._active.values() if each.has_ended]:
             if sequence.is_broken:
@@ -359,7 +338,6 @@ class Engine:
             self._leave(sequence)
 
     def _prefill(self, sequences: list[RunningSequence]) -> None:
-        """Read a chunk of the prompt. After the last chunk, choose the first token."""
         [sequence] = sequences
         request = sequence.request
         end = self._reader.read(sequence, self._memory.chunk_size)
@@ -392,7 +370,6 @@ class Engine:
         self.num_steps += 1
 
     def _step(self, running: list[RunningSequence]) -> None:
-        """Draft, verify, accept, and let the draft read the decided tokens, for all sequences."""
         started_at = self._watch.mark
         self._drafting.begin_step(self.num_steps)
         self._watch.charge("other_s", running)
@@ -411,7 +388,6 @@ class Engine:
         self._judge(running)
 
     def _judge(self, sequences: list[RunningSequence]) -> None:
-        """Answer the questions about complete outputs."""
         for sequence in sequences:
             ask = sequence.request.questions
             if ask is not None and sequence.has_ended and not sequence.is_broken:
@@ -423,7 +399,6 @@ class Engine:
     def _accept(
         self, sequences: list[RunningSequence], trees: DraftTrees, step: Verified, begin: float
     ) -> None:
-        """Append the decided tokens, and count a step with a verification since `begin`."""
         lengths = [sequence.length for sequence in sequences]
         decided = [*zip(step.new_token_ids, step.is_finite, strict=True)]
         accepted = [len(new) - is_finite for new, is_finite in decided]
@@ -455,11 +430,9 @@ class Drafting:
     _adaptive: Adaptive | None
     _graphs: Graphs
     _memory: MemoryLadder
-    """Largest tree."""
     _watch: Stopwatch
     _options: CacheOptions
     _scored_layers: Sequence[int]
-    """Layers of the target for retrieval."""
 
     def __post_init__(self) -> None:
         self.payoff = self._adaptive.payoff if self._adaptive else Payoff()
@@ -472,7 +445,7 @@ class Drafting:
         return self._memory.num_drafts > 0 and drafts and not request.choices
 
     def admit(self, sequence: RunningSequence, active: Iterable[RunningSequence]) -> None:
-        """Choose whether a new sequence begins with a draft or a pause."""
+        """Choose whether a sequence begins with a draft or a pause."""
         if not sequence.drafts:
             sequence.speculation.active = False
         elif self._adaptive is not None:
@@ -481,7 +454,7 @@ class Drafting:
             sequence.speculation = self._adaptive.begin(num_tokens, running)
 
     def ended(self, sequence: RunningSequence, active: Iterable[RunningSequence]) -> None:
-        """Count a finished document. If drafts do not pay, end those of active sequences."""
+        """Count a finished document. If drafts do not pay, end the active ones."""
         if sequence.request.drafts is None and not sequence.request.choices:
             worth_s = sequence.speculation.worth_s
             self.payoff.ended(sequence.stats, worth_s, drafted=sequence.drafts)
@@ -491,7 +464,7 @@ class Drafting:
                 each.undrafted.clear()
 
     def begin_step(self, number: int) -> None:
-        """Decide whether a step is timed; if so, wait for earlier work of the device."""
+        """Decide whether a step is timed; if so, wait for the device."""
         is_timed = not self._graphs.enabled or number % TIMED_EVERY == 0
         self._timed_for = self._adaptive if is_timed else None
         self._wait_if_timed()
@@ -532,7 +505,6 @@ class Drafting:
         return self._padded(self._constrain(trees, sequences, pausing))
 
     def _joined(self, drafted: DraftTrees | None, glanced: DraftTrees | None) -> DraftTrees | None:
-        """Put two groups of trees into a batch."""
         if drafted is None or glanced is None:
             return drafted or glanced
         return DraftTrees.pad([*drafted.nodes(), *glanced.nodes()], self._target.device)
@@ -546,7 +518,6 @@ class Drafting:
         return trees.padded(self._adaptive.costs.size_for(trees.num_nodes))
 
     def _draft(self, drafting: list[RunningSequence]) -> DraftTrees | None:
-        """Let the draft propose trees."""
         if not drafting:
             return None
         begin = self._watch.mark
@@ -581,7 +552,6 @@ class Drafting:
     def _constrain(
         self, trees: DraftTrees, sequences: list[RunningSequence], places: Sequence[int]
     ) -> DraftTrees:
-        """Apply grammars to the trees at `places`: remove forbidden nodes, add forced nodes."""
         if not any(sequences[b].grammar for b in places):
             return trees
         proposed = trees.nodes()
@@ -664,7 +634,7 @@ class Drafting:
     def _retrieve(self, due: list[tuple[RunningSequence, list[Tensor]]]) -> None:
         """Choose the chunks for drafts by queries [H, D] of each sequence's last committed token.
 
-        The queries are those of the scoring layers. The host waits once for the scores of all.
+        The queries are of the scoring layers. The host waits once for the scores of all.
         """
         self._watch.charge("other_s", [sequence for sequence, _ in due])
         masses = [self._mass(*each) for each in due]
@@ -684,7 +654,7 @@ class Drafting:
         return mean_mass(queries, keys, self._options.chunk_size, self._target.scale)
 
     def _absorb(self, sequences: list[RunningSequence], decided: Decided) -> float:
-        """Let the draft read selected and decided tokens; return the seconds of the latter."""
+        """Let the draft read selected, then decided tokens; return the latter's seconds."""
         begin = self._watch.charge("other_s", sequences)
         if self._drafter.read_selected([sequence.slot for sequence in sequences]):
             self._wait_if_timed()

@@ -2,7 +2,7 @@
 
 A grammar is a JSON Schema with fixed white space. Forbidden tokens get the logit -inf after all
 penalties, at the nodes that the target reaches, so the output equals plain decoding under the same
-masks. Letters: V vocabulary.
+masks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Options of the library: force the separators that Python's `json` writes."""
 _ABSENT = -2
-"""Number of a node outside of the draft's tree."""
 _FORCED = log(0.99)
-"""Log probability of a forced token: the target may spell the characters in other tokens."""
+"""Log probability of a forced token: the target may spell its characters otherwise."""
 
 
 class Grammars:
-    """Factory of grammars, with the tokenizer's vocabulary and the last compiled schema."""
+    """Factory of grammars, which keeps the last compiled schema."""
 
     def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int], vocab_size: int):
         """Take a fast tokenizer, the EOS tokens, and V, which may exceed the tokenizer's size."""
@@ -70,7 +69,6 @@ class Grammar:
     """Position of one output in its grammar."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: list[int]):
-        """Take a matcher for this output, and the EOS tokens."""
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids
 
@@ -83,10 +81,7 @@ class Grammar:
     ) -> list[int]:
         """Return the chosen token after each reached node of a tree, -1 after other nodes.
 
-        Args:
-            token_ids: Tokens of the nodes; the root is the last token of the output.
-            parents: Parents of the nodes.
-            choose: Returns the token after a node, called with the grammar at this node.
+        The root is the last token of the output. `choose` is called with the grammar at a node.
         """
         nodes = {place: node for node, place in enumerate(zip(parents, token_ids, strict=True))}
         chosen = [-1] * len(token_ids)
@@ -101,7 +96,7 @@ class Grammar:
         return chosen
 
     def allows(self, token_id: int) -> bool:
-        """Return True if a token may follow here."""
+        """Return True if a token may follow."""
         taken = self._enter(token_id)
         self._matcher.rollback(taken or 0)
         return taken is not None
@@ -109,9 +104,7 @@ class Grammar:
     def mask(self, logits: Tensor, scores: Tensor) -> Tensor:
         """Return `scores` [1, V] with -inf for forbidden tokens.
 
-        Args:
-            logits: Logits [1, V], used if penalties exclude every allowed token.
-            scores: Logits with penalties [1, V].
+        `logits` [1, V] are used if penalties exclude every allowed token.
         """
         bits = ~np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         unpacked = torch.from_numpy(np.unpackbits(bits, bitorder="little", count=logits.shape[1]))
@@ -129,7 +122,7 @@ class Grammar:
         kept = [tree[0]]
 
         def grow(number: int, old: int) -> None:
-            """Add the nodes after a kept node. `old` is its number in the draft's tree."""
+            """Add the nodes after a kept node; `old` is its number in the draft's tree."""
             node = kept[number]
             if node.depth >= num_levels:
                 return
@@ -152,7 +145,6 @@ class Grammar:
         return kept
 
     def _forced(self) -> list[int]:
-        """Return the next token if it is forced."""
         return (
             self._eos_token_ids[:1]
             if self._matcher.is_stopped()
@@ -160,7 +152,7 @@ class Grammar:
         )
 
     def _enter(self, token_id: int) -> int | None:
-        """Advance by a token; return the tokens to roll back, None for a forbidden token."""
+        """Advance by a token; return the tokens to roll back, None if forbidden."""
         if self._matcher.is_stopped():
             return 0 if token_id in self._eos_token_ids else None
         return self._matcher.try_consume_tokens([token_id]) or None

@@ -1,10 +1,6 @@
 """Faster layers of a model: decoder layers of fewer operators, and compiled linear layers.
 
-In fp32 the logits equal the stock layer's; in bf16 fewer results are rounded. On a CPU, linear
-layers in bf16 are laid out for `attention.compiled.products` where possible.
-
-Shapes: `L` layers, `R` rows (new tokens of all sequences), `C` hidden size, `K` key heads, `S`
-cache rows, `D` head size.
+In fp32 the logits equal the stock layer's; in bf16 fewer results are rounded.
 """
 
 from __future__ import annotations
@@ -28,26 +24,22 @@ from specextend.attention.torch_kernels import TORCH
 from specextend.decoding.device import multiplies_bf16, traits_of, warn_of_slow_bf16
 
 PRODUCTS = ("qkv", "o_proj", "gate_up", "down_proj")
-"""Linear layers of a layer."""
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types that become `FusedLayer`; they differ in biases, and in norms of queries and keys."""
+"""Model types that become `FusedLayer`."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 GROUP = 64
 """Inputs that share a scale, in rows of 8 bits on a CPU and in weights of 4 bits."""
 _LEAST = 2.0**-100
 """Least absolute maximum of a group, for groups of zeros."""
 _ROUNDINGS = 8
-"""Allowed roundings between a layer's output and fp32."""
+"""Roundings by which a layer's output may differ from fp32."""
 
 
 def fuse(model: Any, finish: Callable[[FusedLayer], FusedLayer]) -> None:
     """Replace the decoder layers and the final norm of a causal LM in place.
 
-    Layers move to the model's device one at a time.
-
-    Args:
-        model: Causal LM that `why_not_fused` accepts.
-        finish: Turns a layer into the layer that stays.
+    Layers move to the model's device one at a time. `finish` turns a layer into the layer that
+    stays.
     """
     for index, layer in enumerate(model.model.layers):
         model.model.layers[index] = finish(FusedLayer(layer.to(model.device)))
@@ -55,7 +47,7 @@ def fuse(model: Any, finish: Callable[[FusedLayer], FusedLayer]) -> None:
 
 
 def why_not_fused(config: Any) -> str:
-    """Return the reason why `FusedLayer` does not compute a config, or an empty text."""
+    """Return why `FusedLayer` does not compute a config, or an empty text."""
     rope = getattr(config, "rope_parameters", None) or {}
     window = getattr(config, "sliding_window", None)
     if config.model_type not in FUSED:
@@ -89,7 +81,7 @@ def context_length(config: Any) -> int:
 
 
 def norm(stock: Any) -> Any:
-    """Make a norm with a stock norm's weight: a single operator, fp32 inside, rounded once."""
+    """Make a norm with a stock norm's weight: fp32 inside, rounded once."""
     made = nn.RMSNorm(len(stock.weight), stock.variance_epsilon, device="meta")
     made.weight = nn.Parameter(stock.weight, requires_grad=False)
     return made
@@ -105,17 +97,15 @@ class Forward:
     stored: Tensor
     """Cache [L, 2, K, S, D]."""
     rows: Tensor
-    """Cache rows [R] to write."""
     cos: Tensor
     sin: Tensor
     """[R, D], as `cos`; the first half is negative."""
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer of Llama's family with joint products for q, k and v, and for gate and up."""
+    """A decoder layer of Llama's family with joint products."""
 
     def __init__(self, layer: Any):
-        """Take the weights of a stock layer."""
         super().__init__()
         attention = layer.self_attn
         mlp = layer.mlp
@@ -167,9 +157,7 @@ class FusedLayer(nn.Module):
 
 
 def joined_in_one_call(layers: Sequence[Any], scale: float) -> Any:
-    """Return a `compiled.calls.Decoder` of layers in bf16 or int8, or None if it cannot take
-    them.
-    """
+    """Return a `compiled.calls.Decoder` of layers, or None where it takes them not."""
     if not are_compiled(getattr(layer, name) for layer in layers for name in PRODUCTS):
         return None
     # blocks of gates and of gated outputs must align
@@ -182,7 +170,7 @@ def joined_in_one_call(layers: Sequence[Any], scale: float) -> Any:
 
 
 def are_compiled(linears: Iterable[nn.Module]) -> bool:
-    """Return True if all layers are multiplied by the compiled kernel."""
+    """Return True if all layers are compiled."""
     return all(isinstance(each, CompiledLinear) for each in linears)
 
 
@@ -246,7 +234,6 @@ class CompiledLinear(nn.Module):
     """A linear layer in bf16 or int8, multiplied by `attention.compiled.products`."""
 
     def __init__(self, linear: nn.Linear | RoundedLinear, kernel: Any):
-        """Lay out a layer for the module `attention.compiled.calls`."""
         super().__init__()
         weight = linear.weight.detach()
         self.packed = kernel.products.lay_out(weight)
@@ -256,7 +243,7 @@ class CompiledLinear(nn.Module):
         bias = torch.zeros(len(weight)) if linear.bias is None else linear.bias.detach()
         self.bias = bias.float()
         self.product = kernel.product_of(self.packed, self.scales, self.bias)
-        """Record of the product, for calls of several products."""
+        """Record for calls of several products."""
         self._linear = kernel.Linear(self.product)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -266,7 +253,7 @@ class CompiledLinear(nn.Module):
 
 
 def pack(module: nn.Module) -> None:
-    """Replace linear layers in place by compiled ones, where the kernel takes them."""
+    """Replace linear layers in place by compiled layers, where the kernel takes them."""
     kernel = compiled_kernel()
     linears = {name: child for name, child in module.named_modules() if _is_plain_bf16(child)}
     if kernel is None and linears and not multiplies_bf16():
@@ -284,7 +271,7 @@ def _is_plain_bf16(module: nn.Module) -> bool:
 
 @cache
 def compiled_kernel() -> Any:
-    """Return the module of compiled calls, or None if it cannot be made or is wrong here."""
+    """Return the module of compiled calls, or None if it is missing or wrong here."""
     calls = compiled()
     if calls is None or not {"avx2", "fma"} <= calls.tiles.processor_features():
         return None
@@ -293,7 +280,7 @@ def compiled_kernel() -> Any:
 
 @torch.inference_mode()
 def _computes_a_layer(kernel: Any) -> bool:
-    """Return True if a compiled random layer, in bf16 and int8, agrees with torch in fp32."""
+    """Return True if compiled random layers, in bf16 and int8, agree with torch in fp32."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:

@@ -4,9 +4,7 @@ A measurement is a JSON file in the user's cache folder, written only if the mac
 busy one, kernels can take thirty times as long. Damaged or outdated files are ignored.
 
 Memory bandwidth limits decoding, and the rate of matrix products limits prefill. Step times
-determine tree sizes (`speculation.py`).
-
-Shapes: `T` rows of a forward.
+determine tree sizes.
 """
 
 import hashlib
@@ -37,23 +35,20 @@ from specextend.folders import cache_folder
 
 _MOST_WAITING = 0.1
 """Share of time that threads of a quiet machine wait for a core: 0.005 with two free cores, 0.05
-under Ray, 0.2 to 0.7 beside another busy process.
+under Ray, 0.2 to 0.7 beside a busy process.
 """
 _PATIENCE_S = 1.5
-"""Seconds for repeating a disturbed measurement."""
 _REPEATS = 5
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 """Rows of measured forwards; sizes in between cost as much as the next larger."""
 MOST_ALONE = 64
-"""Most rows of a sequence in a measured step."""
 LENGTHS = (512, 6000, 2048)
-"""Tokens of prefix, in the order of measurement; slow machines skip the last."""
+"""Tokens of prefix, in the order of measurement."""
 BUDGET_S = 1.2
 """Seconds after which the third length is skipped."""
 _STRIDE = 7919
 """Distance of the token ids in a measured step, a prime."""
 _LONG_S = 0.05
-"""Seconds above which a step is timed once."""
 
 
 def kept_or_measured(kind: str, key: ReadOnly, measure: Callable[[], Any]) -> Any:
@@ -67,7 +62,7 @@ def kept_or_measured(kind: str, key: ReadOnly, measure: Callable[[], Any]) -> An
 
 
 def read_kept(kind: str, key: ReadOnly) -> Any:
-    """Return the JSON value kept by this code as `kind` for `key`, or None."""
+    """Return the kept JSON value, if any."""
     path = _path(kind, key)
     try:
         stored = json.loads(path.read_text(encoding="utf-8")) if path else {}
@@ -78,7 +73,7 @@ def read_kept(kind: str, key: ReadOnly) -> Any:
 
 
 def keep(kind: str, key: ReadOnly, value: Any) -> None:
-    """Keep a JSON value as `kind` for `key`, if the folder is writable."""
+    """Keep a JSON value, if the folder is writable."""
     if path := _path(kind, key):
         with suppress(OSError):
             _write(path, json.dumps(_about(key) | {"value": value}, indent=1))
@@ -89,11 +84,7 @@ def _about(key: ReadOnly) -> dict[str, Any]:
 
 
 def measure_undisturbed(measure: Callable[[], Any]) -> tuple[Any, bool]:
-    """Measure until the machine was quiet, for a second or two.
-
-    Returns:
-        The last result, and True if the machine was quiet.
-    """
+    """Measure until the machine was quiet, for a second or two; return whether it was."""
     started_at = time.perf_counter()
     while True:
         begin = time.perf_counter()
@@ -107,7 +98,6 @@ def measure_undisturbed(measure: Callable[[], Any]) -> tuple[Any, bool]:
 
 
 def _waited_s() -> float:
-    """Return the seconds that this process's threads have waited for a core; NaN if unknown."""
     waited = []
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError):  # the thread has just ended
@@ -116,7 +106,7 @@ def _waited_s() -> float:
 
 
 def code_sha256() -> str:
-    """Hash the code that is measured or proved, and the code that does so."""
+    """Hash the code that is measured or proved, or does so."""
     package = Path(__file__).parents[1]
     found = hashlib.sha256()
     for folder in ("attention", "decoding", "drafters", "proof"):
@@ -143,9 +133,7 @@ def _write(path: Path, text: str) -> None:
 def measure_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Measure memory bandwidth and matrix rate with all of torch's threads, in a few seconds.
 
-    Returns:
-        The best of several sums of a large tensor, and of products like prefill's by torch with
-        packed weights.
+    The best of several sums of a large tensor, and of products, count.
     """
     num_bytes = traits_of(device).probe_bytes
     size = traits_of(device).probe_size
@@ -157,7 +145,6 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]
 
 
 def _large_product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    """Return torch's product of square matrices, packed where oneDNN multiplies bf16."""
     weight = torch.randn(size, size, device=device, dtype=dtype)
     x = torch.ones(size, size, device=device, dtype=dtype)
     if (
@@ -194,13 +181,7 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Line:
 
 
 def choose_sizes(num_drafts: int, max_batch_size: int, most: int) -> list[int]:
-    """Choose the rows of steps to measure, ascending from 1 up to `most`.
-
-    Args:
-        num_drafts: Largest tree, without its root.
-        max_batch_size: Sequences of a step.
-        most: Upper bound.
-    """
+    """Choose the rows of steps to measure, ascending from 1 to at most `most`."""
     rows = num_drafts + 1
     all_rows = max(rows, min(rows * max_batch_size, most))
     return sorted({rows, all_rows, *(size for size in SIZES if size < all_rows)})
@@ -217,15 +198,8 @@ def measure(
     """Measure steps of each size after prefixes of several lengths.
 
     Steps above `MOST_ALONE` rows are batches, with the longest prefixes of the cache. They
-    overwrite its front, so no request may be running.
-
-    Args:
-        target: Target and its cache.
-        kind: Attention of trees.
-        sizes: Rows of steps.
-        lengths: Tokens of prefixes.
-        graphs: Graphs of the steps.
-        points: Seconds by size and prefix, updated to the shorter time.
+    overwrite its front, so no request may be running. `points` keeps the shortest seconds by size
+    and prefix.
     """
     begin = time.perf_counter()
     num_free = target.cache.rows.num_free
@@ -254,8 +228,7 @@ def measure(
 def time_step(
     target: CachedModel, kind: TreeAttention, size: int, length: int, graphs: Graphs, batch: int = 1
 ) -> float:
-    """Time the verification of chains with `size` rows in all, each after `length` rows of the
-    cache.
+    """Time the verification of chains with `size` rows in all, each after `length` rows.
 
     A single row is a plain step.
     """
@@ -281,7 +254,7 @@ def load_step_costs(
 ) -> StepCosts | None:
     """Return the costs of steps, kept or measured now; None if trees have a fixed size.
 
-    No request may be running, because the cache is overwritten.
+    The cache is overwritten, so no request may be running.
     """
     if tree.nodes != "auto":
         return None

@@ -1,8 +1,6 @@
 """A causal LM on our cache, in batches: the target or a standalone draft.
 
 Llama's family runs on our layers (`layers`), any other on those of transformers (`stock`).
-
-Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +35,6 @@ _CHOSEN_EXPERTS = (
     "moe_topk",
     "num_experts_per_token",
 )
-"""Names in configs for the experts of a token."""
 
 
 def count_work(
@@ -46,13 +43,9 @@ def count_work(
     dtype: torch.dtype,
     quantize: Scheme | None = None,
 ) -> ModelWork:
-    """Count the work of decoding with a causal LM of transformers.
+    """Count the work of decoding with a causal LM, whose weights may be on `meta`.
 
-    Args:
-        model: The causal LM. Weights may be on `meta`.
-        layers: Attention of its layers.
-        dtype: Type of the weights.
-        quantize: Later quantization of its layers.
+    `dtype` is the type of its weights before `quantize`.
     """
     config = model.config.get_text_config()
     decoder = decoder_of(model)
@@ -63,7 +56,7 @@ def count_work(
     idle = int(experts * (1 - share))
     # a window takes the same at any length
     whole = [layer for layer in layers if layer.window is None]
-    # the head is as large as the embedding, of which a step reads a row
+    # a step reads one row of the embedding, which is as large as the head
     num_weights = sum(parameter.numel() for parameter in decoder.parameters()) - idle
     return ModelWork(
         weight_bytes=num_weights * dtype.itemsize
@@ -78,10 +71,9 @@ def count_work(
 
 
 def expert_parameters(model: Any) -> tuple[int, float]:
-    """Count the weights of a model's experts, which are tensors [experts, outputs, inputs].
+    """Return the number of experts' weights, and the share of them for one token.
 
-    Returns:
-        Number of weights, and the share of them for one token.
+    Experts are tensors [experts, outputs, inputs].
     """
     experts = [
         weight
@@ -132,12 +124,10 @@ class CachedModel:
         """Take the model, and replace layers of Llama's family by `FusedLayer`.
 
         Args:
-            model: The causal LM.
-            attend: Kernel of attention.
             num_rows: Rows of the cache.
             kernels: Kernels between the products of fused layers.
             quantize: Quantization of fused layers, which may lie on another device than the rest.
-            recent: Sizes of the cache of layers with a window; None: they have `num_rows` too.
+            recent: See `KVCache`.
         """
         self.config: Any = model.config.get_text_config()
         self.model = model
@@ -146,14 +136,11 @@ class CachedModel:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.layers = layers_of(model)
-        """Attention of each layer."""
         whole = [layer for layer in self.layers if layer.num_kv_heads and layer.window is None]
         self.scale: float = (whole or self.layers)[-1].scale
-        """Factor on the scores of layers of full attention."""
+        """Factor on the scores of full attention."""
         self.work = count_work(model, self.layers, self.dtype, quantize)
-        """Work of decoding."""
         self.is_fused = not why_not_fused(model.config)
-        """Whether its layers are ours."""
         if self.is_fused:
             fuse(model, partial(quantized, scheme=quantize))
             release_cached(self.device)  # the separate weights
@@ -162,7 +149,7 @@ class CachedModel:
         """Results of tried kernels."""
         is_compiled = any(isinstance(module, CompiledLinear) for module in model.modules())
         self.linears = " ".join(filter(None, (quantize, "compiled" if is_compiled else "torch")))
-        """Kind of products of linear layers, see `layers` and `quantized`."""
+        """Kind of products of linear layers."""
         self._decoder: Any = None
         """All layers in one call; None: layer by layer."""
         shapes = [layer.shape for layer in self.layers]
@@ -174,19 +161,14 @@ class CachedModel:
 
     @property
     def is_recurrent(self) -> bool:
-        """Return True for layers with a recurrent state, which verify only chains."""
+        """Whether a layer has a recurrent state; then only chains are verified."""
         return self._stock is not None and bool(self._stock.recurrent)
 
     def take_over(self, start: int, num_tokens: int) -> int:
-        """Begin a prompt.
+        """Begin a prompt with `num_tokens` in common with the last prompt.
 
-        Args:
-            start: First cache row of its sequence.
-            num_tokens: Tokens in common with the last prompt.
-
-        Returns:
-            Tokens without need of another reading. There are fewer than `num_tokens` if recurrent
-            states, or rows of layers with a window, are gone.
+        Return the tokens already read: fewer if recurrent states, or rows of layers with a window,
+        are gone.
         """
         return num_tokens if self._stock is None else self._stock.take_over(start, num_tokens)
 
@@ -196,20 +178,19 @@ class CachedModel:
             self.cache.recent.settle(start, num_tokens)
 
     def assume_read(self, starts: Sequence[int], num_tokens: int) -> None:
-        """Count `num_tokens` as read by sequences at `starts`, for measurements of steps."""
+        """Count `num_tokens` as read by sequences at `starts`, to measure steps."""
         if self._stock is not None:
             self._stock.assume_read(starts, num_tokens)
 
     @property
     def runs_in_one_call(self) -> bool:
-        """Return True if all layers run in one call."""
+        """Whether all layers run in one call."""
         return self._decoder is not None
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Run tokens [B, T] at positions [B, T], and write their rows.
 
-        Returns:
-            Hidden [B, T, C] after the final norm.
+        Return hidden [B, T, C] after the final norm.
         """
         return self.forward_with_features(token_ids, positions, plan, ())[0]
 
@@ -220,17 +201,9 @@ class CachedModel:
         plan: AttentionPlan,
         layers: tuple[int, ...] | None,
     ) -> tuple[Tensor, Tensor]:
-        """Run `forward` with features.
+        """Return hidden [B, T or 1, C] and features [B, T, F].
 
-        Args:
-            token_ids: Tokens [B, T].
-            positions: Positions [B, T].
-            plan: Plan of the forward.
-            layers: Layers, ascending, with the outputs for the features. Empty: the features are
-                the hidden states. None: no features (F = 0).
-
-        Returns:
-            Hidden [B, T, C], or [B, 1, C] for `plan.ends_only`, and features [B, T, F].
+        Features are the outputs of `layers`, ascending. Empty: the hidden states. None: F = 0.
         """
         run = self._run_fused if self._stock is None else self._stock.run
         hidden, outputs = run(token_ids, positions, plan, layers or ())
@@ -242,7 +215,6 @@ class CachedModel:
     def _run_fused(
         self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, wanted: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run our layers, with the results of `StockDecoder.run`."""
         model = self.model.model
         embedded = model.embed_tokens(token_ids)
         cos, sin = model.rotary_emb(embedded, positions)

@@ -1,11 +1,10 @@
 """Prefill: the target reads a prompt in chunks, and the draft reads along.
 
 Prompts with the same first n tokens have the same first n cache rows, because attention sees no
-later token. So rows are copied from prompt to prompt (prefix caching). The draft reads
-every prompt from the target's features, which takes little time.
+later token. So rows are copied from prompt to prompt (prefix caching). The draft reads every prompt
+from the target's features, which takes little time.
 
-Shapes: `P` tokens of a prompt, `T` of a chunk, `L` layers, `C` hidden size, `F` features of a
-position, `H` query heads, `K` key heads, `D` head size.
+More shapes: `T` tokens of a chunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,17 +30,16 @@ LEAST_REUSED = 256
 class LastPrompt:
     """The last prompt of the target, for the next one about the same document.
 
-    Its rows stay in the cache until the next prompt, even after its request: nothing is written to
-    a free region.
+    Its rows stay in the cache until the next prompt: nothing is written to a free region.
     """
 
     token_ids: list[int]
     first_row: int
     features: list[Tensor] = field(default_factory=list)
-    """Features of its chunks for the draft, each [1, n, F]."""
+    """Features for the draft, by chunk [1, n, F]."""
 
     def length_in(self, prompt_token_ids: list[int]) -> int:
-        """Return the tokens in common with another prompt, without its last; 0 if too few."""
+        """Return the tokens in common with another prompt, except its last; 0 if too few."""
         both = [self.token_ids, prompt_token_ids[:-1]]
         n = len(commonprefix(both))  # noqa: RUF071  of lists it compares item by item
         return n if n >= LEAST_REUSED else 0
@@ -64,27 +62,24 @@ class PromptEnd(NamedTuple):
     """Results of the last token of a prompt."""
 
     hidden: Tensor
-    """[1, C], output of the target."""
+    """[1, C] of the target."""
     features: Tensor
-    """[1, F], features for the draft."""
+    """[1, F] for the draft."""
     queries: list[Tensor]
     """[H, D] of each scoring layer."""
 
 
 @dataclass
 class PromptReader:
-    """Reads prompts, without their common start with the last prompt."""
+    """Reads prompts, except their common start with the last prompt."""
 
     _target: CachedModel
     _drafter: Drafter
     _scored_layers: Sequence[int]
-    """Layers of the target that score chunks."""
     _watch: Stopwatch
     _on_chunk: Callable[[], None]
-    """Called for each chunk."""
     _last_prompt: LastPrompt | None = None
     _features: list[Tensor] = field(default_factory=list)
-    """Features for the draft of the chunks so far."""
 
     def forget(self) -> None:
         """Forget the last prompt. No prompt may be in work."""
@@ -98,10 +93,8 @@ class PromptReader:
             last.token_ids = last.token_ids[:num_kept]
 
     def read(self, sequence: RunningSequence, chunk_size: int) -> PromptEnd | None:
-        """Read the next chunk of a prompt. Prompts are read one after the other.
-
-        Returns:
-            Results of the last token; None before the last chunk.
+        """Read the next chunk of a prompt, one prompt after the other; return None before its
+        end.
         """
         token_ids = sequence.request.prompt_token_ids
         device = self._target.device
@@ -125,7 +118,6 @@ class PromptReader:
         return PromptEnd(hidden[0, -1:], features[0, -1:], queries)
 
     def _take_over(self, sequence: RunningSequence) -> list[Tensor]:
-        """Copy the common start of the last prompt; return its features [1, n, F] in chunks."""
         last, self._last_prompt = self._last_prompt, None  # its rows may be overwritten from here
         n = last.length_in(sequence.request.prompt_token_ids) if last else 0
         n = self._target.take_over(sequence.region.start, n)
@@ -137,7 +129,6 @@ class PromptReader:
     def _let_draft_read(
         self, sequence: RunningSequence, token_ids: Tensor, chunks: Sequence[Tensor]
     ) -> None:
-        """Let the draft read tokens [T] of the prompt with their features [1, n, F] in chunks."""
         if sequence.drafts and chunks:  # so that each model is charged for its GPU seconds
             synchronise(self._target.device)
         self._watch.charge("prefill_s", [sequence])
@@ -152,12 +143,10 @@ class PromptReader:
     def _read_chunk(
         self, sequence: RunningSequence, chunk: Tensor
     ) -> tuple[AttentionPlan, Tensor, Tensor]:
-        """Run the target on the next chunk [T] of a prompt.
+        """Run the next chunk [T] of a prompt; return plan, hidden [1, T or 1, C], features [1, T,
+        F].
 
         The last layer computes only the last token unless the draft reads its output.
-
-        Returns:
-            The plan, hidden [1, T or 1, C], and features [1, T, F].
         """
         first = sequence.length
         sequence.length += len(chunk)

@@ -30,11 +30,7 @@ _MULTIPLE = {"int8": 8, "int4": GROUP, "fp8": 16}
 
 
 def check_device(scheme: Scheme | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Check that weights of a scheme can be multiplied on a device; None leaves them in `dtype`.
-
-    Raises:
-        ValueError: The device, or `dtype` on it, does not serve the scheme.
-    """
+    """Raise ValueError if a device does not serve a scheme and `dtype`; None serves always."""
     if scheme is None:
         return
     capability = compute_capability(device)
@@ -76,13 +72,9 @@ def check_quantizable(model: Any, scheme: Scheme) -> None:
 
 
 def saved_bytes(model: Any, scheme: Scheme | None, dtype: torch.dtype, device: torch.device) -> int:
-    """Compute how many bytes quantization saves.
+    """Compute how many bytes quantization saves for a causal LM, which may be on `meta`.
 
-    Args:
-        model: Causal LM; its weights may be on `meta`.
-        scheme: Scheme of its layers; None saves nothing.
-        dtype: Type of the weights without quantization.
-        device: Device of the weights. A CPU keeps the sums of groups of bfloat16's products.
+    A CPU keeps the sums of groups of bfloat16's products.
     """
     if scheme is None:
         return 0
@@ -97,7 +89,6 @@ def saved_bytes(model: Any, scheme: Scheme | None, dtype: torch.dtype, device: t
 
 
 def _shapes(model: Any) -> list[tuple[int, int]]:
-    """List outputs and inputs of the products in layers."""
     linears = (module for module in model.model.layers.modules() if isinstance(module, nn.Linear))
     return [(linear.out_features, linear.in_features) for linear in linears]
 
@@ -129,7 +120,6 @@ def quantized(layer: FusedLayer, scheme: Scheme | None) -> FusedLayer:
 
 
 def _config(scheme: Scheme, device: torch.device) -> Any:
-    """Return torchao's configuration of a scheme on a device."""
     from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig as Float8Config
     from torchao.quantization import Int4WeightOnlyConfig, PerRow

@@ -4,7 +4,7 @@ A recurrent state cannot forget a token. So a layer keeps its inputs for undecid
 state before them. In the next step it reads the decided inputs again before the new inputs. A state
 has a single past, so drafts are chains. Begin with `RecurrentLayer.forward`.
 
-Shapes: `B` sequences, `T` new tokens of each, `C` input size of a layer, `n` pending tokens.
+More shapes: `n` pending tokens.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -20,11 +20,9 @@ from specextend.attention.plan import AttentionPlan
 State = dict[str, dict[int, Any]]
 """Fields of a layer in transformers' cache: tensors [B, ...] and flags; empty at the start."""
 MOST_PENDING = 16
-"""Most decided tokens without a state. A state takes one more call of the layer, and so another
-reading of its weights.
-"""
+"""Most decided tokens without a state: a state takes another reading of the weights."""
 MOST_KEPT = 4
-"""States after chunks of the last prompt, for a prompt with the same start."""
+"""States kept of the last prompt's chunks, for a prompt with the same start."""
 _FIELDS = (
     "conv_states",
     "recurrent_states",
@@ -45,7 +43,7 @@ class Past:
     inputs: Tensor
     """Inputs [n, C] of later tokens, drafts included."""
     next_state: State | None = None
-    """State after all inputs, for the case that all are decided; None if unknown."""
+    """State if all inputs are decided; None if unknown."""
 
 
 class RecurrentLayer(nn.Module):
@@ -55,8 +53,8 @@ class RecurrentLayer(nn.Module):
         """Take a layer of the model.
 
         Args:
-            layer: Maps inputs [B, T, C] (first argument, or `hidden_states`) to outputs, or to a
-                tuple with outputs first.
+            layer: Maps inputs [B, T, C] (first argument, or `hidden_states`) to outputs, perhaps in
+                a tuple.
             cached: Layer of the model's cache.
             plan: Returns the plan of the current forward.
         """
@@ -68,10 +66,9 @@ class RecurrentLayer(nn.Module):
         self._pasts: dict[int, Past] = {}
         """Pasts by first cache row."""
         self._last_prompt: list[Past] = []
-        """Pasts after chunks of the last prompt."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer on the pending inputs of each sequence and new ones [B, T, C]."""
+        """Run the layer on pending inputs, then new inputs [B, T, C]."""
         is_named = "hidden_states" in kwargs
         new: Tensor = kwargs["hidden_states"] if is_named else args[0]
 
@@ -109,15 +106,12 @@ class RecurrentLayer(nn.Module):
         return (outputs, *result[1:]) if is_tuple else outputs
 
     def take_over(self, start: int, num_tokens: int, starts: Collection[int]) -> int:
-        """Begin a sequence with a state of the last prompt.
+        """Begin a sequence with a state of the last prompt; return its tokens, or 0.
 
         Args:
             start: First cache row of the sequence.
             num_tokens: Tokens in common with the last prompt.
             starts: First rows of all sequences; other pasts are dropped.
-
-        Returns:
-            Tokens in the state, at most `num_tokens`; 0 without a state.
         """
         self._pasts = {row: past for row, past in self._pasts.items() if row in starts}
         self._last_prompt = [past for past in self._last_prompt if past.length <= num_tokens]
@@ -127,11 +121,10 @@ class RecurrentLayer(nn.Module):
         return self._last_prompt[-1].length
 
     def assume(self, start: int, num_tokens: int) -> None:
-        """Count `num_tokens` as read by a sequence, for measurements of steps."""
+        """Count tokens as read, see `CachedModel.assume_read`."""
         self._pasts[start].length = num_tokens
 
     def _past_of(self, start: int, num_decided: int, new: Tensor) -> Past:
-        """Return the past of a sequence without rejected drafts."""
         if num_decided == 0:
             self._pasts[start] = Past(0, self._empty, new.new_empty(0, new.shape[2]))
         past = self._pasts[start]
@@ -144,14 +137,12 @@ class RecurrentLayer(nn.Module):
 
     @staticmethod
     def _keep(past: Past, num_tokens: int, state: State) -> None:
-        """Set the state after `num_tokens` more tokens."""
         past.state = state
         past.length += num_tokens
         past.inputs = past.inputs[:0]
         past.next_state = None
 
     def _state_of(self, b: int) -> State:
-        """Return the state of a sequence of the batch after the last run."""
         fields = {name: getattr(self._cached, name) for name in _FIELDS}
         return {
             name: {n: v[b : b + 1] if isinstance(v, Tensor) else v for n, v in field.items()}
@@ -167,7 +158,6 @@ class RecurrentLayer(nn.Module):
 
 
 def _copy(state: State) -> State:
-    """Copy the tensors of a state, which are views of a batch."""
     return {
         name: {n: v.clone() if isinstance(v, Tensor) else v for n, v in field.items()}
         for name, field in state.items()
@@ -175,12 +165,10 @@ def _copy(state: State) -> State:
 
 
 def _is_known(column: dict[int, Any]) -> bool:
-    """Return True for a field of a state that has read a token."""
     return any(value is not None and value is not False for value in column.values())
 
 
 def _batch(columns: Sequence[dict[int, Any]], number: int, known: Any) -> Any:
-    """Join the tensors of several states. Flags are equal."""
     if not isinstance(known, Tensor):
         return known
     tensors = (column[number] for column in columns)

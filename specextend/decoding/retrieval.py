@@ -2,8 +2,7 @@
 
 Chunks have `cache.chunk_size` tokens; the last may be shorter.
 
-Shapes: `H` query heads, `K` key heads, `G` = H / K, `D` head size, `S` committed tokens, `C`
-chunks.
+More shapes: `S` committed tokens, `C` chunks.
 """
 
 from collections.abc import Sequence
@@ -25,8 +24,7 @@ def scored_layers(options: CacheOptions, layers: Sequence[AttentionLayer]) -> tu
     """Return the layers of the target that score chunks, ascending; none without retrieval.
 
     Raises:
-        ValueError: A named layer is missing or does not see the whole text, or retrieval has no
-            such layer.
+        ValueError: A layer is missing or does not see the whole text.
     """
     count = len(layers)
     whole = [n for n, layer in enumerate(layers) if layer.num_kv_heads and layer.window is None]
@@ -51,16 +49,11 @@ def scored_layers(options: CacheOptions, layers: Sequence[AttentionLayer]) -> tu
 
 
 def chunk_mass(query: Tensor, keys: Tensor, chunk_size: int, scale: float) -> Tensor:
-    """Return each chunk's share of attention, the mean over heads.
+    """Return each chunk's share [C] fp32 of attention, the mean over heads.
 
     Args:
         query: Query [H, D] of the last accepted node.
         keys: Keys [K, S, D] of all committed tokens.
-        chunk_size: Tokens of a chunk.
-        scale: Factor on the scores.
-
-    Returns:
-        Shares [C] fp32 with a sum of 1.
     """
     num_key_heads, _, head_dim = keys.shape
     grouped = query.float().view(num_key_heads, -1, head_dim)  # [K, G, D]
@@ -83,16 +76,15 @@ def visible_positions(chunks: Tensor, num_tokens: int, chunk_size: int) -> Tenso
 
 
 def forced_chunks(num_tokens: int, options: CacheOptions) -> Tensor:
-    """Return a mask [C] of the first chunk and of chunks with some of the `recent` tokens."""
+    """Return a mask [C] of the first chunk and of chunks with `recent` tokens."""
     starts = torch.arange(0, num_tokens, options.chunk_size)
     return (starts == 0) | (starts + options.chunk_size > num_tokens - options.recent)
 
 
 def select_by_score(mass: Tensor, num_tokens: int, options: CacheOptions) -> Tensor:
-    """Select `top_k_chunks`: the forced chunks, and the best others by `mass` [C].
+    """Select chunks [n], ascending: the forced chunks, and the best others by `mass` [C].
 
-    Returns:
-        Chunks [n], ascending. The earlier of two equals wins.
+    The earlier of two equals wins.
     """
     forced = forced_chunks(num_tokens, options)
     ranked = mass.masked_fill(forced, float("inf")).sort(descending=True, stable=True).indices
@@ -100,11 +92,7 @@ def select_by_score(mass: Tensor, num_tokens: int, options: CacheOptions) -> Ten
 
 
 def select_recent(num_tokens: int, options: CacheOptions) -> Tensor:
-    """Select `top_k_chunks`: the first chunk and the most recent chunks, as StreamingLLM does.
-
-    Returns:
-        Chunks [n], ascending.
-    """
+    """Select chunks [n], ascending: the first and the most recent, as StreamingLLM does."""
     total = -(-num_tokens // options.chunk_size)
     num_first = min(1, options.top_k_chunks - 1)
     first_recent = max(num_first, total - (options.top_k_chunks - num_first))
@@ -118,9 +106,7 @@ class CachePolicy:
     _options: CacheOptions
     _chosen: set[int] | None = None
     _num_steps: int = 0
-    """Steps since the last selection."""
     _selected_at: int = 0
-    """Tokens at the last selection."""
 
     def count_step(self) -> None:
         """Count a step, speculative or plain."""
@@ -151,7 +137,6 @@ class CachePolicy:
         return visible_positions(chunks, num_tokens, self._options.chunk_size)
 
     def _count(self, by_score: Tensor, stats: DecodingStats) -> None:
-        """Count a retrieval, and the change of the chunks chosen by score."""
         chosen = set(by_score.tolist())
         if self._chosen is not None:
             union = self._chosen | chosen

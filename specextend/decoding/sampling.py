@@ -4,8 +4,7 @@ Penalties change logits by the earlier tokens, as in transformers. At a node of 
 prompt, the output and the path. Sampling takes `argmax(log p + g)`. The Gumbel noise g depends only
 on request seed, absolute position and token id, so every decoding mode chooses the same tokens.
 
-Letters: N rows, the nodes of a tree (root included), P positions, V vocabulary, K a prefix of the
-tokens in order of probability.
+More shapes: `P` positions, `K` a prefix of the tokens in order of probability.
 """
 
 import math
@@ -19,7 +18,7 @@ from specextend.core import Asks, Request, SamplingParams, counted
 from specextend.decoding.device import upload
 
 Places = tuple[list[int], list[int]]
-"""Entries of logits [N, V]: their nodes, and their token ids."""
+"""Entries of logits [N, V]: nodes, and token ids."""
 _WEYL = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the stride of splitmix64
 # its finaliser: shift and factor
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
@@ -31,7 +30,6 @@ NOT_FINITE = -2
 _NOISE_ROWS = 8
 """Rows of noise that fit a processor's cache."""
 _NORMED_ROWS = 16
-"""Rows of a sum."""
 _FIRST_PREFIX = 64
 """Sorted tokens for top_p at first; eight times more until they suffice."""
 
@@ -49,28 +47,21 @@ class NonFiniteLogits(ValueError):  # noqa: N818  error rows have the name
 
 
 def where_finite(values: Tensor, logits: Tensor, other: float) -> Tensor:
-    """Return `values` [...], or `other` for rows of logits [..., V] that are not finite."""
+    """Return `values` [...], or `other` where logits [..., V] are not finite."""
     sums = logits.sum(-1, dtype=torch.float32)
     return values.masked_fill(sums - sums != 0, other)  # the difference of infinite sums is NaN
 
 
 def noise_keys(seeds: Sequence[int], positions: Tensor) -> Tensor:
-    """Return keys [B, N] of the noise, by the seeds of requests and absolute positions [B, N]."""
+    """Return keys [B, N] of the noise, by seeds of requests and absolute positions [B, N]."""
     mixed = _mix(torch.tensor([_signed(seed & _MASK) for seed in seeds]))
     return _mix(positions * _signed(_WEYL) + upload(mixed, positions.device).unsqueeze(1))
 
 
 def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Return standard Gumbel noise, the same on every device and in every shape.
+    """Return standard Gumbel noise [..., K] fp32, the same on every device and in every shape.
 
-    Logarithms are in fp64 and rounded once.
-
-    Args:
-        keys: Keys [...] of `noise_keys`.
-        token_ids: Tokens [K] or [..., K] int64.
-
-    Returns:
-        Noise [..., K] fp32.
+    Logarithms are in fp64 and rounded once. `token_ids` are [K] or [..., K] int64.
     """
     bits = _mix(keys.unsqueeze(-1) + token_ids * _signed(_WEYL))
     bits.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
@@ -79,18 +70,15 @@ def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def choose_tokens(logits: Tensor, positions: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """Choose a token for each node of B sequences.
+    """Choose a token [B, N] int64 for each node of B sequences.
 
     Greedy decoding takes the first of equal logits and never waits for the device. Nodes at one
-    position share noise.
+    position share noise. Sequences with the same options are one call.
 
     Args:
         logits: [B, N, V].
         positions: Positions [B, N] int64 of the chosen tokens.
-        sampling: Options of each sequence. Sequences with the same options are one call.
-
-    Returns:
-        Tokens [B, N] int64.
+        sampling: Options of each sequence.
     """
     alike = defaultdict[tuple[float, ...], list[int]](list)
     for b, each in enumerate(sampling):
@@ -120,7 +108,6 @@ def log_probs_of(logits: Tensor, token_ids: Sequence[int]) -> list[float]:
 
 
 def _choose_alike(logits: Tensor, positions: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """Choose as `choose_tokens` does, for options that differ only in their seeds."""
     first = sampling[0]
     if first.temperature == 0:
         # as argmax, in a quarter of the time for bf16 on a CPU
@@ -140,9 +127,9 @@ def _choose_alike(logits: Tensor, positions: Tensor, sampling: Sequence[Sampling
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """Divide logits [..., V], relative to the largest, by the temperature in fp32.
+    """Divide logits [..., V] by the temperature in fp32.
 
-    So no temperature makes them overflow.
+    They are relative to the largest, so no temperature makes them overflow.
     """
     assert temperature > 0, "greedy decoding has no distribution"
     values = logits.to(torch.float32, copy=True)
@@ -151,15 +138,9 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def lead_of(logits: Tensor, position: Tensor, sampling: SamplingParams, chosen: int) -> float:
-    """Return the lead of the chosen token over every other token, in logits.
+    """Return the lead, in logits [V], of the chosen token over every other token.
 
-    The lead is 0 if a token without a chance, by top_k or top_p, is ahead.
-
-    Args:
-        logits: [V].
-        position: Position [] int64 of the token.
-        sampling: Options of the request.
-        chosen: The chosen token.
+    It is 0 if a token without a chance, by top_k or top_p, is ahead. `position` is [] int64.
     """
     scores = logits.double()
     if sampling.temperature > 0:
@@ -174,8 +155,7 @@ def lead_of(logits: Tensor, position: Tensor, sampling: SamplingParams, chosen: 
 def _choose_likely(scaled: Tensor, keys: Tensor, top_k: int, top_p: float) -> Tensor:
     """Choose tokens [R] among the likeliest of `scaled` [R, V], with the noise of `keys` [R].
 
-    A short prefix is sorted first. Rows in need of more are sorted again, each time with a wait of
-    the host.
+    A short prefix is sorted first. Rows in need of more are sorted again, with a wait of the host.
     """
     vocab_size = scaled.shape[-1]
     probs = scaled.softmax(-1) if top_k == vocab_size else None
@@ -218,7 +198,7 @@ def _likeliest(scaled: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def _nucleus_size(probs: Tensor, top_p: float) -> Tensor:
     """Return the length [..., 1] of the shortest prefix of `probs` [..., K] with a sum of top_p.
 
-    `probs` are descending. The length is K if their sum is below top_p.
+    `probs` are descending. The length is K if their sum is too small.
     """
     if top_p >= 1:
         return torch.full_like(probs[..., :1], probs.shape[-1], dtype=torch.int64)
@@ -237,7 +217,6 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """Return the int64 with the same 64 bits."""
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -245,11 +224,10 @@ class NgramIndex:
     """The followers of each run of `size - 1` tokens in a growing text."""
 
     def __init__(self, size: int):
-        """Take the tokens of an n-gram."""
+        """Take the n of the n-grams."""
         assert size > 0, "an n-gram has at least one token"
         self.size = size
         self.end: tuple[int, ...] = ()
-        """The last `size - 1` tokens, or a shorter text."""
         self._followers: dict[tuple[int, ...], set[int]] = {}
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -260,19 +238,13 @@ class NgramIndex:
             self.end = self.behind(self.end, token_id)
 
     def behind(self, end: tuple[int, ...], token_id: int) -> tuple[int, ...]:
-        """Return the new `end` of a text after one more token."""
+        """Return the `end` of a text after one more token."""
         longer = (*end, token_id)
         return longer[1:] if len(longer) == self.size else longer
 
     def repeating(self, token_ids: Sequence[int], parents: Sequence[int]) -> Places:
-        """Find the tokens after nodes of a tree that would repeat an n-gram.
-
-        Args:
-            token_ids: Tokens of the tree, with the text's last token as root.
-            parents: Parents of the nodes.
-
-        Returns:
-            Nodes, and the token after each of them.
+        """Find the tokens after nodes of a tree, rooted at the text's last token, that repeat an
+        n-gram.
         """
         ends = [self.end]
         nodes = list[int]()
@@ -292,7 +264,6 @@ class Penalties:
     """The penalties of a request, and its tokens so far."""
 
     def __init__(self, request: Request, device: torch.device, asks: Asks):
-        """Take a request, the device of the logits, and the penalties."""
         self._penalty = asks.repetition_penalty
         self._ngrams = NgramIndex(asks.no_repeat_ngram_size) if asks.no_repeat_ngram_size else None
         self._suppressed = torch.tensor(asks.suppress_tokens, dtype=torch.int64, device=device)
@@ -308,18 +279,10 @@ class Penalties:
             self._seen_ids = torch.cat([self._seen_ids, new])
 
     def apply(self, logits: Tensor, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
-        """Penalise the logits after each node of a tree.
+        """Penalise the logits [N, V] after each node of a tree, rooted at the last token, in fp32.
 
         Each earlier token is penalised once. Then repeated n-grams and suppressed tokens become
         -inf.
-
-        Args:
-            logits: [N, V].
-            token_ids: Tokens of the tree, with the last counted token as root.
-            parents: Parents of the nodes.
-
-        Returns:
-            Penalised logits [N, V] fp32.
         """
         scores = logits.to(torch.float32, copy=True)
         if self._penalty != 1:
@@ -348,7 +311,6 @@ def penalties_of(request: Request, device: torch.device, asks: Asks) -> Penaltie
 
 
 def _paths(parents: Sequence[int]) -> list[list[int]]:
-    """List the path to each node of a tree, without the root."""
     paths: list[list[int]] = [[]]
     for node in range(1, len(parents)):
         paths.append([*paths[parents[node]], node])
@@ -356,6 +318,5 @@ def _paths(parents: Sequence[int]) -> list[list[int]]:
 
 
 def _as_index(places: Places, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return places as an index of [N, V]."""
     nodes, token_ids = upload(torch.tensor(places, dtype=torch.int64), device)
     return nodes, token_ids

@@ -1,7 +1,4 @@
-"""A running request: its state, the record of its draft, its end, and a stopwatch.
-
-Begin with `RunningSequence`.
-"""
+"""A running request: its state, the record of its draft, its end, and a stopwatch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,28 +22,25 @@ LONGEST_PAUSE = 256
 TRIAL_STEPS = 2
 """Least speculative steps of a try."""
 PROBATION_STEPS = 16
-"""Speculative steps after which a try has succeeded and the next pause is short."""
+"""Speculative steps of a successful try."""
 LEAST_TRUST = 1.0
 _TRUST = 4.0
 """Initial weight of a prior, in accepted tokens. It fades as evidence does."""
 _MEMORY = 0.92
-"""Decay of evidence per step."""
 _AGED = 0.25
-"""Weight of old evidence after a pause."""
 _BROKEN = "\ufffd"
 """Replacement for bytes of an incomplete character."""
 _LONGEST_CHARACTER = 4
-"""Bytes of a character, and so its largest number of tokens."""
+"""Most bytes, and so tokens, of a character."""
 Nodes = tuple[Sequence[int], Sequence[int]]
-"""Token ids and parents of the nodes of a tree."""
 
 
 class StopChecker:
     """Collects the tokens of a sequence and finds its end.
 
     A sequence ends with its EOS, with the token that completes a stop string or a loop, or at its
-    full length. With stop strings, the text of the last few tokens is decoded at each token. The
-    first of them may read differently there, so the whole text confirms a match.
+    full length. For stop strings, each token is decoded with the last few tokens. The first of them
+    may read differently there, so the whole text confirms a match.
     """
 
     def __init__(
@@ -71,11 +65,7 @@ class StopChecker:
         self._num_recent = _LONGEST_CHARACTER * (2 + max(map(len, stop), default=0))
 
     def push(self, token_ids: Iterable[int]) -> FinishReason | None:
-        """Append tokens up to the end of the sequence.
-
-        Returns:
-            Reason of the end; None if the sequence goes on.
-        """
+        """Append tokens up to the end of the sequence; return the reason of the end, if any."""
         for token_id in token_ids:
             if self.finish_reason is not None:
                 break
@@ -90,7 +80,7 @@ class StopChecker:
 
     @property
     def text(self) -> str:
-        """Return the text so far without special tokens, EOS and stop string."""
+        """The text so far without special tokens, EOS and stop string."""
         ends_with_eos = bool(self.token_ids) and self.token_ids[-1] in self._eos_token_ids
         text = _decode(self._tokenizer, self.token_ids[:-1] if ends_with_eos else self.token_ids)
         if self.finish_reason != "stop" or ends_with_eos:
@@ -108,34 +98,30 @@ class StopChecker:
 
 
 def _find(text: str, stop: tuple[str, ...]) -> int | None:
-    """Return the start of the earliest stop string; None without a match."""
     return min((start for string in stop if (start := text.find(string)) >= 0), default=None)
 
 
 def _decode(tokenizer: Any, token_ids: list[int]) -> str:
-    """Decode tokens except special tokens, without cleaning spaces."""
     text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
 
 
 class Evidence(NamedTuple):
-    """Decayed sums over steps: each step counts a little less than the next."""
+    """Decayed sums over steps."""
 
     num_steps: float = 0.0
     num_rows: float = 0.0
-    """Rows of verifications."""
     expected: float = 0.0
-    """Path probabilities of the verified nodes, by the draft."""
+    """Path probabilities of the verified nodes."""
     accepted: float = 0.0
-    """Accepted nodes."""
 
     def calibration(self, trust: float, prior: float) -> float:
-        """Return accepted over expected tokens, with a prior of weight `trust`."""
+        """Return accepted over expected tokens, with a prior."""
         return (self.accepted + trust * prior) / (self.expected + trust)
 
     def gain(self, trust: float, prior: float) -> float:
-        """Return the expected accepted tokens of a step; 0 before the first step."""
+        """Return the expected accepted tokens of a step; 0 at first."""
         return (
             self.calibration(trust, prior) * self.expected / self.num_steps
             if self.num_steps
@@ -144,7 +130,7 @@ class Evidence(NamedTuple):
 
     @property
     def rows(self) -> float:
-        """Return the mean rows of a step; 1 before the first step."""
+        """Mean rows of a step; 1 at first."""
         return self.num_rows / self.num_steps if self.num_steps else 1.0
 
     def times(self, weight: float) -> "Evidence":
@@ -152,7 +138,7 @@ class Evidence(NamedTuple):
         return Evidence(*(weight * each for each in self))
 
     def after(self, memory: float, *step: float) -> "Evidence":
-        """Return the sums after a step of so many rows, expected and accepted nodes."""
+        """Return the sums after a step (rows, expected, accepted)."""
         return Evidence(*(memory * old + new for old, new in zip(self, (1.0, *step), strict=True)))
 
 
@@ -161,49 +147,43 @@ class Speculation:
     """The record of a sequence's draft, and its pauses."""
 
     active: bool = True
-    """True while the draft proposes, False in a pause."""
     prior: float = 1.0
-    """Calibration before the first step."""
     evidence: Evidence = field(default_factory=Evidence)
-    """Steps with the draft."""
     idle: Evidence = field(default_factory=Evidence)
-    """Steps in pauses."""
     promised: list[float] = field(default_factory=list)
     """Path probabilities of the draft tokens of the last whole tree."""
     worth_s: float = 0.0
     """Seconds of plain steps for the same tokens, by `StepCosts`."""
     _trust: float = _TRUST
     _run: int = 0
-    """Speculative steps since the last pause."""
     _pause: int = FIRST_PAUSE // 2
     _wait: int = 0
-    """Steps until the next try."""
 
     @property
     def calibration(self) -> float:
-        """Return accepted over promised tokens: of the draft, or of n-grams in a pause."""
+        """Accepted over promised tokens: of the draft, or of n-grams in a pause."""
         if self.active:
             return self.evidence.calibration(self._trust, self.prior)
         return self.idle.calibration(LEAST_TRUST, 1.0)
 
     @property
     def gain(self) -> float:
-        """Return the expected accepted tokens of a step with the draft."""
+        """Expected accepted tokens of a step with the draft."""
         return self.evidence.gain(self._trust, self.prior)
 
     @property
     def idle_gain(self) -> float:
-        """Return the expected accepted tokens of a step in a pause, forced ones included."""
+        """Accepted tokens of a step in a pause, forced ones included."""
         return self.idle.accepted / self.idle.num_steps if self.idle.num_steps else 0.0
 
     @property
     def on_trial(self) -> bool:
-        """Return True if a try has begun and the next step must speculate."""
+        """Whether the next step must speculate for a try."""
         return self.active and self._run < TRIAL_STEPS
 
     @property
     def pause_is_over(self) -> bool:
-        """Return True if the draft pauses and a try is due."""
+        """Whether a try is due."""
         return not self.active and self._wait <= 0
 
     def observe(self, num_rows: int, expected: float, accepted: int) -> None:
@@ -213,7 +193,7 @@ class Speculation:
         self._run += 1
 
     def observe_idle(self, num_rows: int, expected: float, accepted: int) -> None:
-        """Record a step in a pause, with the arguments of `observe`."""
+        """Record a step in a pause, see `observe`."""
         self.idle = self.idle.after(_MEMORY, num_rows, expected, accepted)
         self.promised = []
         self._wait -= 1
@@ -242,7 +222,6 @@ class RunningSequence:
     slot: int
     """Place in the batch, and name for the drafter."""
     region: Region
-    """Rows of the target's cache."""
     stopper: StopChecker
     policy: CachePolicy
     started_at: float
@@ -250,68 +229,57 @@ class RunningSequence:
     drafts: bool
     """True if a draft reads along, even in a pause."""
     penalties: Penalties | None
-    """Limits on repetition; None without penalties."""
     grammar: Grammar | None
-    """Allowed continuations; None without a schema."""
     length: int = 0
     """Committed tokens, which the target has read."""
     root_token_id: int = -1
     """Last token of the target's choice, at position `length`."""
     is_doubted: bool = False
-    """True if logits of the last step were not finite. NaN at a drafted token reaches its
+    """Whether logits of the last step were not finite. NaN at a drafted token reaches its
     neighbours in the tree, so a plain step follows.
     """
     is_broken: bool = False
-    """True if the target's logits are not finite, so that the request fails."""
     speculation: Speculation = field(default_factory=Speculation)
     undrafted: list[tuple[list[int], Tensor]] = field(default_factory=list)
     """Steps unread by the draft: decided tokens, and the features [n, F] before each."""
     stats: DecodingStats = field(default_factory=DecodingStats)
     leads: list[float] = field(default_factory=list)
-    """Leads of the completion."""
     log_probs: list[float] = field(default_factory=list)
-    """Log probabilities of the decided tokens."""
     scored: list[Scored] = field(default_factory=list)
-    """Scored values of choices."""
     verdicts: tuple[float | None, ...] = ()
-    """Verdicts of the completion."""
 
     @property
     def is_greedy(self) -> bool:
-        """Return True if only the likeliest token of each row matters."""
+        """Whether only the likeliest token of each row matters."""
         return self.request.sampling.temperature == 0 and not (
             self.is_adjusted or self.request.keeps_leads or self.request.keeps_log_probs
         )
 
     @property
     def is_adjusted(self) -> bool:
-        """Return True if penalties or a grammar change the target's logits."""
+        """Whether penalties or a grammar change the target's logits."""
         return self.penalties is not None or self.grammar is not None
 
     @property
     def has_ended(self) -> bool:
-        """Return True if no further token follows."""
+        """Whether no further token follows."""
         return self.is_broken or self.stopper.finish_reason is not None
 
     @property
     def num_left(self) -> int:
-        """Return the number of tokens left for the output."""
+        """Tokens left for the output."""
         return self.request.max_new_tokens - len(self.stopper.token_ids)
 
     def settle(
         self, logits: Tensor, scores: Tensor, positions: Tensor, chosen: Tensor, nodes: Nodes
     ) -> Tensor:
-        """Apply the grammar to chosen tokens, and note a lead.
+        """Apply the grammar to chosen tokens, and note a lead; return [N], -1 outside the grammar.
 
         Args:
             logits: The target's [N, V].
             scores: Penalised logits [N, V].
             positions: Positions [N] of the chosen tokens.
             chosen: Tokens [N] by `scores`, without the grammar.
-            nodes: Nodes of the tree.
-
-        Returns:
-            Tokens [N] after each node; -1 after nodes outside the grammar.
         """
         sampling = self.request.sampling
         grammar = self.grammar
@@ -335,7 +303,6 @@ class RunningSequence:
         return upload(torch.tensor(reached + [-1] * (len(logits) - len(reached))), logits.device)
 
     def _note_lead(self, scores: Tensor, positions: Tensor, chosen: Tensor) -> None:
-        """Note the lead of the first chosen token, if the request keeps leads."""
         if self.request.keeps_leads:
             self.leads.append(
                 lead_of(scores[0], positions[0], self.request.sampling, int(chosen[0]))
@@ -355,7 +322,7 @@ class RunningSequence:
         self.stats.decode_s = now - self.started_at - self.stats.ttft_s
 
     def catch_up(self) -> tuple[list[int], Tensor]:
-        """Return the tokens unread by the draft and their features [n, F], and forget both."""
+        """Return and forget the tokens unread by the draft and their features [n, F]."""
         token_ids = [token_id for new, _ in self.undrafted for token_id in new]
         features = torch.cat([features for _, features in self.undrafted])
         self.undrafted.clear()
@@ -388,7 +355,7 @@ class RunningSequence:
     def count_first(
         self, token_ids: list[int], num_accepted: int, drafted: Mapping[int, set[int]] | None
     ) -> None:
-        """Count a speculative step, and whether the draft network proposed its first token."""
+        """Count a speculative step, and whether the draft proposed its first token."""
         if drafted is None:
             is_right = num_accepted > 0
         elif self.slot in drafted:
@@ -418,15 +385,12 @@ class RunningSequence:
 def choose(
     sequences: Sequence[RunningSequence], logits: Tensor, positions: Tensor, trees: Sequence[Nodes]
 ) -> Tensor:
-    """Choose a token after each node of the trees of sequences.
+    """Choose a token after each node of the trees; return [B, N], -1 after nodes outside a grammar.
 
     Args:
         logits: The target's [B, N, V].
         positions: Positions [B, N] of the chosen tokens.
         trees: Nodes of each tree, needed only for penalties and grammars.
-
-    Returns:
-        Tokens [B, N]; -1 after nodes outside a grammar.
     """
     scores = logits
     if any(each.penalties for each in sequences):
@@ -443,11 +407,10 @@ def choose(
 
 
 class Stopwatch:
-    """Charges each second of the engine to a phase of some sequences, in equal shares."""
+    """Charges the engine's time to phases of sequences, in equal shares."""
 
     def __init__(self) -> None:
         self.mark = perf_counter()
-        """End of the charged time, by `perf_counter`."""
 
     def restart(self) -> None:
         """Charge the time since the mark to nobody."""

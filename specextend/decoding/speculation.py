@@ -1,8 +1,8 @@
 """Adaptive speculation: which sequences speculate in the next step, and how large their trees are.
 
-`Adaptive` decides for the running batch, by `who_speculates` and `best_size`. It needs the costs of
-steps (`StepCosts`) and the record of each draft (`Speculation`). New sequences begin with the
-`Experience` of earlier sequences, so a run learns once. `Payoff` compares whole documents.
+`Adaptive` decides for the running batch, by the costs of steps (`StepCosts`) and the record of each
+draft (`Speculation`). New sequences begin with the `Experience` of earlier sequences. `Payoff`
+compares whole documents.
 
 A forward of n rows after L tokens takes `a_n + b_n * L`: linear layers, and attention to the
 prefix. `measurements.py` measures both at the start, and every step corrects them.
@@ -42,41 +42,40 @@ from specextend.stats import DecodingStats, ratio
 _log = logging.getLogger(__name__)
 
 Line = tuple[float, float]
-"""(a, b) of `a + b * length`, seconds and seconds per token."""
+"""(a, b) of `a + b * length`, in seconds."""
 DraftPhase = Literal["propose", "absorb"]
 
 ALLOWED_LOSS = 0.02
 """Share of decoding time for tries and for drafts as fast as plain steps."""
 DOUBT = 0.1
-"""Least expected gain over plain steps after larger losses, since estimates were too good."""
+"""Least expected gain after larger losses, since estimates were too good."""
 LARGEST_CREDIT = 1.0
-"""Most tokens of gain for later tries, so that no document pays for the losses of another."""
+"""Most tokens of gain for later tries: no document pays for the losses of another."""
 LARGEST_DEBT = 8.0
-"""Most tokens of loss before the next try, so that a slow step does not end all tries."""
+"""Most tokens of loss before the next try: a slow step does not end all tries."""
 KNOWN_STEPS = 8
-"""Speculative steps of all sequences after which new sequences need no try."""
+"""Speculative steps after which new sequences need no try."""
 _LONG_MEMORY = 0.99
-"""Decay of evidence per step, for all sequences."""
+"""Decay per step of the evidence of all sequences."""
 _HANDICAP = 0.2
-"""Tokens by which the gain of a paused sequence is reduced: a forward of the draft resumes it."""
+"""Tokens that a paused sequence gains less, since the draft must catch up."""
 _WORTH_A_THOUGHT = 0.5
 """Least promise of a node in a pause, as a share of its cost."""
 LOOK_AROUND = 16
-"""Steps between two trees of a neighbouring size, which refresh the costs of unused sizes."""
+"""Steps between two trees of a neighbouring size, which refresh its cost."""
 FIRST_READING_STEPS = 32
-"""Steps in which a draft's first reading of a document is expected to pay."""
+"""Steps in which a draft's first reading is expected to pay."""
 _READING_MEMORY = 0.998
-"""Decay of readings and drafted steps per step."""
+"""Decay per step of readings and drafted steps."""
 _WARM_UP = 4
-"""First measurements of a cost, of which the smallest counts."""
+"""First measurements of a cost; the smallest counts."""
 _QUICKLY = 0.1
 _SLOWLY = 0.05
-"""Weights of a new measurement in a running average."""
 _OUTLIER = 2.0
-"""Largest factor between a measurement and its expectation; the rest is cut off."""
+"""Largest factor of a measurement over its expectation."""
 
 TURN = 8
-"""Steps of a turn, in which all sequences of the batch draft or none does."""
+"""Steps of a turn, in which all sequences draft or none does."""
 TURNS = 4
 """Turns of a trial per plain turn."""
 _PLAIN_TURNS = 2
@@ -84,21 +83,20 @@ _PLAIN_TURNS = 2
 _CLEAR_SPEEDUP = 1.1
 """Speed-up after which a trial needs no further plain turns."""
 _HELD_UP = 4.0
-"""Largest factor between a step and its likely time; the rest is cut off."""
+"""Largest factor between a step and its likely time."""
 
 
 class StepCosts:
     """Times of steps of a pair on a device.
 
-    A pace, learned quickly from every step, scales all times, because a busy machine slows every
-    step. Corrections for each size of batch and tree are learned slowly.
+    A pace, learned quickly, scales all times, because a busy machine slows every step. Corrections
+    for each size of batch and tree are learned slowly.
     """
 
     def __init__(self, lines: Mapping[int, Line]):
-        """Take the lines of forwards by their rows, ascending; one row is a plain step."""
+        """Take the lines of forwards by rows, ascending; one row is a plain step."""
         self.lines = lines
         self.sizes = list(lines)
-        """Measured numbers of rows, ascending."""
         self._pace = _Average(_QUICKLY, 1.0, 1)  # the lines count as the first measurement
         self._corrections: dict[tuple[int, int], _Average] = {}
         """By sequences and size, relative to the pace."""
@@ -108,18 +106,18 @@ class StepCosts:
         }
         """By sequences and width, at pace 1."""
         self._reading = _Average(_SLOWLY)
-        """Seconds of a draft's reading of selected tokens, at pace 1."""
+        """Seconds of a draft's reading, at pace 1."""
         self._reading_s = 0.0
         """Decayed sum of these seconds."""
         self._num_drafted = float(FIRST_READING_STEPS)
-        """Decayed number of steps after these readings."""
+        """Decayed number of drafted steps."""
 
     def size_for(self, num_rows: int) -> int:
-        """Return the smallest measured size that holds `num_rows`; the largest if none does."""
+        """Return the smallest measured size for `num_rows`, or else the largest."""
         return next((size for size in self.sizes if size >= num_rows), self.sizes[-1])
 
     def verify_s(self, num_rows: int, lengths: Sequence[int]) -> float:
-        """Return the seconds of a verification of `num_rows` rows of each sequence."""
+        """Return the seconds of a verification of `num_rows` of each sequence."""
         correction = self._corrections.get((len(lengths), self.size_for(num_rows)))
         return (
             self._pace.value
@@ -128,9 +126,10 @@ class StepCosts:
         )
 
     def measured_s(self, num_rows: int, lengths: Sequence[int]) -> float:
-        """Return the seconds of a verification by the lines, without corrections.
+        """Return the seconds of a verification without corrections.
 
-        Linear layers take all sequences' rows at once, attention one sequence after the other.
+        Linear layers take the rows of all sequences at once, attention one sequence after the
+        other.
         """
         total = len(lengths) * num_rows
         beyond = max(1.0, total / self.sizes[-1])
@@ -141,7 +140,7 @@ class StepCosts:
     def draft_s(self, num_sequences: int, width: int = 0) -> float:
         """Return the seconds of drafting by the nearest measured case; 0 without measurements.
 
-        A share of the draft's reading is included. `width` is 0 unless trees are captured.
+        They include a share of readings. `width` is 0 unless trees are captured.
         """
 
         def distance(seen: tuple[int, int]) -> tuple[int, int, int]:
@@ -166,16 +165,16 @@ class StepCosts:
     def observe_draft(
         self, phase: DraftPhase, num_sequences: int, seconds: float, width: int = 0
     ) -> None:
-        """Record the seconds of a phase of drafting, with the arguments of `draft_s`."""
+        """Record the seconds of a phase, with the arguments of `draft_s`."""
         seen = self._drafting[phase].setdefault((num_sequences, width), _Average(_SLOWLY))
         seen.add(seconds / self._pace.value)
 
     def reading_s(self) -> float:
-        """Return the seconds of a draft's reading after a retrieval; 0 if it reads nothing."""
+        """Return the seconds of a draft's reading after a retrieval."""
         return self._pace.value * self._reading.value
 
     def observe_reading(self, num_sequences: int, seconds: float) -> None:
-        """Record the seconds of the reading of several sequences' drafts."""
+        """Record the seconds of a reading."""
         self._reading.add(seconds / num_sequences / self._pace.value)
         self._reading_s += seconds / self._pace.value
 
@@ -190,7 +189,6 @@ class _Average:
     """A running average after the least of the first values, since first calls build kernels."""
 
     weight: float
-    """Weight of a new value."""
     value: float = 0.0
     count: int = 0
 
@@ -208,30 +206,26 @@ class Experience:
     """The evidence of all sequences, and the account of their tries."""
 
     balance: float = 0.0
-    """Tokens won by drafts, minus tokens of plain steps in the same time, plus `ALLOWED_LOSS` of
-    all tokens.
-    """
+    """Tokens won by drafts over plain steps, plus `ALLOWED_LOSS` of all tokens."""
     evidence: Evidence = field(default_factory=Evidence)
-    """Steps with drafts."""
     by_length: dict[int, Evidence] = field(default_factory=lambda: defaultdict(Evidence))
-    """Steps with drafts by the binary digits of the sequence's length."""
+    """Evidence by the binary digits of the sequence's length."""
     idle: Evidence = field(default_factory=Evidence)
     """Steps in pauses."""
     num_steps: int = 0
-    """Speculative steps so far."""
 
     @property
     def is_known(self) -> bool:
-        """Return True if new sequences need no try."""
+        """Whether new sequences need no try."""
         return self.num_steps >= KNOWN_STEPS
 
     @property
     def in_credit(self) -> bool:
-        """Return True if speculation has lost no more than allowed."""
+        """Whether speculation has lost no more than allowed."""
         return self.balance >= 0
 
     def begin(self, length: int) -> Speculation:
-        """Return the record of a new sequence, whose prior comes from sequences of such length."""
+        """Return a new sequence's record, with a prior from similar lengths."""
         idle = self.idle.times(1 / max(1.0, self.idle.num_steps))
         if not self.is_known:
             return Speculation(idle=idle)
@@ -247,7 +241,7 @@ class Experience:
     def observe(
         self, length: int, num_rows: int, expected: float, accepted: int, cost: float
     ) -> None:
-        """Record a speculative step; `cost` are tokens of plain steps in the time of the draft."""
+        """Record a speculative step; plain steps would decide `cost` tokens in the draft's time."""
         self.num_steps += 1
         step = (num_rows, expected, accepted)
         digits = length.bit_length()
@@ -273,20 +267,16 @@ def who_speculates(
     *,
     in_credit: bool,
 ) -> set[int]:
-    """Choose the sequences that speculate next, for most tokens per second.
+    """Choose the places of sequences that speculate next, for most tokens per second.
 
     All sequences wait for the largest verification of the batch, so a draft may pay only because
-    another pays too. In credit, due tries begin, and drafts pause if they would lose more than
-    `ALLOWED_LOSS`. Out of credit, no try begins, and drafts must win more than `DOUBT`.
+    another pays too. In credit, due tries begin, and drafts may lose up to `ALLOWED_LOSS`. Out of
+    credit, no try begins, and drafts must win more than `DOUBT`.
 
     Args:
-        states: Records of the sequences.
         verify_s: Seconds of a verification, by rows of each sequence.
         draft_s: Seconds of drafting, by drafting sequences.
         in_credit: See `Experience.in_credit`.
-
-    Returns:
-        Places in `states`.
     """
     forced = [state.on_trial or (in_credit and state.pause_is_over) for state in states]
     gains = [
@@ -310,7 +300,7 @@ def who_speculates(
 def idle_pace(
     states: Sequence[Speculation], verify_s: Callable[[float], float]
 ) -> tuple[float, float]:
-    """Return the tokens and the seconds of a step in which all sequences pause."""
+    """Return tokens and seconds of a step in which all sequences pause."""
     tokens = sum(1 + state.idle_gain for state in states)
     return tokens, fmean(verify_s(state.idle.rows) for state in states)
 
@@ -324,9 +314,6 @@ def best_size(
         probabilities: Calibrated path probabilities of each sequence, descending.
         sizes: Rows of a verification, root included, ascending.
         seconds: Time of the whole step, by size.
-
-    Returns:
-        One of `sizes`.
     """
     largest = 1 + max((len(each) for each in probabilities), default=0)
     enough = next((size for size in sizes if size >= largest), sizes[-1])
@@ -341,15 +328,13 @@ class Payoff:
     """Measures in trials whether drafts pay: some turns of a trial are plain for the whole batch.
 
     Sequences share their steps, so whole steps are compared by their tokens. `StepCosts` makes
-    batches of other sizes and lengths comparable. The seconds of prompts are those of the trial's
-    documents.
+    other batches comparable.
     """
 
     def __init__(self) -> None:
         self.drafts = True
-        """True while new sequences have a draft."""
         self.is_plain = False
-        """True if the next step belongs to a plain turn."""
+        """Whether the next step belongs to a plain turn."""
         self.speedup: float | None = None
         """Speed of the last trial's documents over plain decoding."""
         self._num_steps = 0
@@ -359,7 +344,6 @@ class Payoff:
     def _begin(self, *, in_trial: bool) -> None:
         self._in_trial = in_trial
         self._num_plain_turns = self._num_documents = 0
-        # by whether steps are plain
         self._seconds = {True: 0.0, False: 0.0}
         self._worth_s = {True: 0.0, False: 0.0}
         self._documents = DecodingStats()
@@ -381,7 +365,7 @@ class Payoff:
             self.is_plain = self._in_trial and is_last and not is_clear
 
     def took(self, seconds: float) -> None:
-        """Record the seconds of the last step, unless drafts stopped or caught up in it."""
+        """Record the seconds of the last step, unless drafts stopped or caught up."""
         was_plain, worth_s, likely_s = self._last
         if worth_s and was_plain == self.is_plain:
             self._seconds[was_plain] += min(seconds, _HELD_UP * likely_s)
@@ -406,9 +390,6 @@ class Payoff:
                 self._begin(in_trial=False)
 
     def _measured(self) -> float | None:
-        """Return the speed of the trial's documents over plain decoding; None if too little is
-        known.
-        """
         if self._num_plain_turns < _PLAIN_TURNS or not min(self._worth_s.values()):
             return None
         plain_s, drafted_s = (
@@ -429,10 +410,9 @@ class Adaptive:
         """Take the measured costs.
 
         Args:
-            costs: Costs of steps.
-            num_drafts: Draft tokens of the largest tree, without the root.
-            captured: Draft tokens of captured trees, descending. Their size follows from the
-                promises of the step before, so that the host need not wait for the draft.
+            num_drafts: Draft tokens of the largest tree.
+            captured: Draft tokens of captured trees, descending. The step before decides their
+                size, so the host need not wait for the draft.
         """
         self.costs = costs
         self.payoff = Payoff()
@@ -440,7 +420,7 @@ class Adaptive:
         self._promises: tuple[list[RunningSequence], Tensor] = [], torch.empty(0, 0)
         self._experience = Experience()
         self._num_settled = 0
-        """Steps since the last decision, while all pause and no try is due."""
+        """Steps without a decision, while all pause and no try is due."""
         self._sizes = [size for size in costs.sizes if size <= num_drafts + 1]
         self._size = self._sizes[-1]
         """Rows of the last trees of drafts."""
@@ -448,28 +428,24 @@ class Adaptive:
 
     @property
     def most_drafts(self) -> int:
-        """Return the draft tokens of the next trees: one size above the last, to see if it pays.
-
-        More would slow each level of the draft.
-        """
+        """Draft tokens of the next trees: one size above the last, to see if it pays."""
         return self._next_size(self._size) - 1
 
     @property
     def width(self) -> int:
-        """Return the draft tokens of captured trees; 0 if drafts are not captured."""
+        """Draft tokens of captured trees, or 0."""
         return self._width(self._size)
 
     def _next_size(self, size: int) -> int:
         return self._sizes[min(self._sizes.index(size) + 1, len(self._sizes) - 1)]
 
     def _width(self, size: int) -> int:
-        """Return the width of captured drafts for trees of `size` rows."""
         return min(
             (each for each in self._captured if each >= self._next_size(size) - 1), default=0
         )
 
     def refresh_every(self, lengths: list[int]) -> int:
-        """Return the steps between two retrievals, for a reading of `ALLOWED_LOSS` of the time."""
+        """Return the steps between two retrievals that keep readings within `ALLOWED_LOSS`."""
         reading_s = len(lengths) * self.costs.reading_s()
         if not reading_s:
             return REFRESH_EVERY
@@ -481,7 +457,7 @@ class Adaptive:
         return _WORTH_A_THOUGHT * (seconds[1] / seconds[0] - 1) / max(1, self._sizes[-1] - 1)
 
     def begin(self, num_tokens: int, running: Sequence[RunningSequence]) -> Speculation:
-        """Return the record of a new sequence, which begins with a pause if drafts do not pay."""
+        """Return a new sequence's record; it begins with a pause if drafts do not pay."""
         new = self._experience.begin(num_tokens)
         if self._experience.is_known:
             states = [new, *(sequence.speculation for sequence in running)]
@@ -535,7 +511,6 @@ class Adaptive:
         return which(self._sizes[max(min(at, 1), at - 1) : at + 2])
 
     def _read_promises(self) -> None:
-        """Hand the path probabilities of the last whole trees to their sequences."""
         drafting, promises = self._promises
         self._promises = [], torch.empty(0, 0)
         for sequence, promised in zip(drafting, promises.tolist(), strict=True):
@@ -549,7 +524,7 @@ class Adaptive:
         accepted: list[int],
         verify_s: float | None,
     ) -> None:
-        """Record a step of sequences with `lengths` before it. `verify_s` is None if untimed."""
+        """Record a step. `lengths` are from before it; `verify_s` is None if untimed."""
         num_rows = trees.num_nodes
         if verify_s is not None:
             self.costs.observe_verify(num_rows, lengths, verify_s)
@@ -586,7 +561,7 @@ class Adaptive:
                 self._experience.observe_idle(rows, expected, number)
 
     def decide(self, sequences: list[RunningSequence]) -> None:
-        """Decide which of the sequences speculate in the next step."""
+        """Decide which sequences speculate next."""
         states = [sequence.speculation for sequence in sequences]
         tries = self._experience.in_credit and any(state.pause_is_over for state in states)
         is_settled = not tries and not any(state.active for state in states)
@@ -611,6 +586,6 @@ class Adaptive:
         return self.costs.draft_s(num_sequences, self.width)
 
     def _verify_s(self, lengths: list[int]) -> Callable[[float], float]:
-        """Return the seconds of a verification by its rows, interpolated between sizes."""
+        """Interpolate the seconds of a verification by its rows."""
         seconds = [self.costs.verify_s(size, lengths) for size in self._sizes]
         return lambda num_rows: float(np.interp(num_rows, self._sizes, seconds))

@@ -3,9 +3,6 @@
 Transformers calls the attention function named in a config with queries, keys and values after
 norms and rotary embedding. `attend` is our function. It hands them to the current forward, which
 writes them to our cache and attends by its plan. Begin with `StockDecoder.run`.
-
-Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary, `H` query heads, `K`
-key heads, `R` cache rows, `D` head size.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +25,6 @@ from specextend.decoding.recurrent import RecurrentLayer
 ATTENTION = "specextend"
 """Name of our attention function in transformers."""
 _IRRELEVANT = {"dropout", "position_ids", "use_cache", "output_attentions"}
-"""Keywords of attention without a meaning here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,28 +32,27 @@ class AttentionLayer:
     """The attention of a layer."""
 
     num_kv_heads: int = 0
-    """Heads of keys and values; 0 for a layer without attention."""
+    """0 for a layer without attention."""
     head_dim: int = 0
     """Size of a key, or of a wider value."""
     window: int | None = None
     """Most visible tokens, itself included; None: all earlier tokens."""
     scale: float = 1.0
-    """Factor on the products of queries and keys."""
     has_softcap: bool = False
     """Whether scores have a limit, computed in plain torch."""
     recurrent: str = ""
-    """Name of the module with a recurrent state, empty if the layer has none."""
+    """Module with a recurrent state, if any."""
     state_bytes: int = 0
-    """Bytes of the recurrent state of a sequence, in float32."""
+    """Bytes of a sequence's recurrent state, in float32."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return key heads and head size for `KVCache`."""
+        """Key heads and head size for `KVCache`."""
         return self.num_kv_heads, self.head_dim
 
     @property
     def numbers(self) -> int:
-        """Return the numbers in the keys and values of a token."""
+        """Numbers in the keys and values of a token."""
         return 2 * self.num_kv_heads * self.head_dim
 
 
@@ -80,7 +75,7 @@ class AttentionCall:
 
 
 _running: ContextVar[Callable[[AttentionCall], Tensor]] = ContextVar("forward")
-"""The current forward of this thread. It returns the mean of values [B, T, H, D]."""
+"""The current forward of this thread; it returns [B, T, H, D]."""
 
 
 def attend(
@@ -143,7 +138,7 @@ class StockForward:
 def _attend_capped(
     softcap: float, q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `attend_reference` does, but head by head, since scores take much memory."""
+    """Attend head by head, since scores take much memory."""
     heads = zip(q.chunk(len(k), 2), k.split(1), v.split(1), strict=True)
     results = [attend_reference(*head, span, scale, softcap) for head in heads]
     return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 2)
@@ -155,7 +150,7 @@ class StockDecoder:
     def __init__(
         self, model: Any, layers: Sequence[AttentionLayer], attend: Attend, cache: KVCache
     ):
-        """Take the model, and replace its attention and its recurrent layers."""
+        """Replace the model's attention and recurrent layers."""
         _name_attention(model)
         self._attend = attend
         self._cache = cache
@@ -163,7 +158,6 @@ class StockDecoder:
         self._head = _without(self._decoder, model)
         self._states: Any = None
         self.recurrent: list[RecurrentLayer] = []
-        """The layers with a recurrent state."""
         if any(layer.recurrent for layer in layers):
             self._states = _new_states(model.config)
         for index, layer in enumerate(layers):
@@ -178,8 +172,7 @@ class StockDecoder:
     ) -> tuple[Tensor, list[Tensor]]:
         """Run tokens [B, T], or embeddings [B, T, C], at positions [B, T], and write their rows.
 
-        Returns:
-            Hidden [B, T, C] after the final norm, and outputs [B, T, C] of the `wanted` layers.
+        Return hidden [B, T, C] after the final norm, and outputs [B, T, C] of the `wanted` layers.
         """
         rows = recent_rows = plan.new_rows(inputs.device)
         if (recent := self._cache.recent) is not None:
@@ -200,7 +193,9 @@ class StockDecoder:
 
     def project(self, embedded: Tensor, positions: Tensor) -> Tensor:
         """Return keys and values [2, 1, n, K, D] of the first layer for embeddings [n, C] at
-        positions [n], as wide as in the cache. Nothing attends, and no row is written.
+        positions [n].
+
+        They are as wide as in the cache, and no row is written.
         """
         found: list[Tensor] = []
 
@@ -218,14 +213,14 @@ class StockDecoder:
         return found[0]
 
     def take_over(self, start: int, num_tokens: int) -> int:
-        """Begin a sequence with the start of the last prompt, as `CachedModel.take_over` does."""
+        """Begin a sequence, see `CachedModel.take_over`."""
         starts = self._cache.rows.starts
         kept = [layer.take_over(start, num_tokens, starts) for layer in self.recurrent]
         num_kept = min(kept, default=num_tokens)
         return num_kept if self._cache.recent is None else self._cache.recent.begin(start, num_kept)
 
     def assume_read(self, starts: Sequence[int], num_tokens: int) -> None:
-        """Count `num_tokens` as read by sequences at `starts`."""
+        """Count tokens as read, see `CachedModel.assume_read`."""
         if self._cache.recent is not None:
             self._cache.recent.assume(starts, num_tokens)
         zeros = torch.zeros(1, 1, dtype=torch.int64, device=self._cache.layers[0].device)
@@ -274,11 +269,6 @@ def attention_layers(model: Any) -> list[AttentionLayer]:
 
 
 def _modules_with_states(config: Any, decoder: Any) -> dict[int, tuple[str, int]]:
-    """Run a token through a decoder on `meta` to find recurrent states.
-
-    Returns:
-        Name of the module with the state, and the state's bytes, by layer.
-    """
     states = _new_states(config)
     if not any(hasattr(layer, "conv_states") for layer in states.layers):
         states = None
@@ -317,14 +307,12 @@ def _new_states(config: Any) -> Any:
 
 
 def _current_plan() -> AttentionPlan:
-    """Return the plan of the current forward."""
     forward = _running.get()
     assert isinstance(forward, StockForward)
     return forward.plan
 
 
 def _name_attention(model: Any) -> None:
-    """Make `attend` the attention function of a model."""
     from transformers import AttentionInterface  # by a process that has a model
 
     AttentionInterface.register(ATTENTION, attend)
@@ -332,7 +320,6 @@ def _name_attention(model: Any) -> None:
 
 
 def _run(decoder: Any, inputs: Tensor, positions: Tensor, states: Any) -> Tensor:
-    """Return hidden [B, T, C] of token ids [B, T] or embeddings [B, T, C]."""
     given = {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
     hidden: Tensor = decoder(
         **given,
@@ -348,13 +335,12 @@ def _keep_output(outputs: list[Tensor], _module: Any, _inputs: Any, output: Any)
 
 
 def decoder_of(model: Any) -> Any:
-    """Return the decoder of a causal LM: embedding, layers and final norm."""
+    """Return the embedding, layers and final norm of a causal LM."""
     found = model.get_decoder()
     return model.model if found is model else found
 
 
 def _without(decoder: Any, model: Any) -> Any:
-    """Return the model with a decoder that returns `inputs_embeds`. It shares the weights."""
     head = copy(model)
     children = model.named_children()
     [place] = [name for name, child in children if any(each is decoder for each in child.modules())]
@@ -363,8 +349,6 @@ def _without(decoder: Any, model: Any) -> Any:
 
 
 class _Given(nn.Module):
-    """A decoder that returns its inputs."""
-
     def __init__(self, decoder: Any):
         """Take the settings of a decoder, because a head may read them."""
         super().__init__()
@@ -372,13 +356,10 @@ class _Given(nn.Module):
         vars(self).update(settings)
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
-        """Return the inputs in the form of a decoder's output."""
         return _Output(inputs_embeds)
 
 
 class _Output(NamedTuple):
-    """The output of a decoder; additions of a family are None."""
-
     last_hidden_state: Tensor
 
     def __getattr__(self, name: str) -> None:

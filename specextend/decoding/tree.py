@@ -3,8 +3,7 @@
 `Drafter` is the interface of drafts. The root of a tree is a node, and not a draft token: a tree of
 `N` nodes has `N - 1` draft tokens.
 
-Shapes: `B` sequences, `N` tree nodes (root included), `F` frontier nodes, `P` pooled candidates,
-`M` expanded nodes, `V` vocabulary, `W` nodes of a path.
+More shapes: `F` frontier nodes, `P` pooled candidates, `M` expanded nodes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from specextend.decoding.device import upload
 _NEVER = -1e4
 """Least log probability of a path, also for NaN, which would sort before the root."""
 _PADDING = (0, -1, 0, -inf)
-"""Padding of token ids, parents, depths and log probabilities."""
 
 
 class TreeNode(NamedTuple):
@@ -35,7 +33,6 @@ class TreeNode(NamedTuple):
     token_id: int
     depth: int
     log_prob: float
-    """Log probability of the path from the root."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +49,13 @@ class DraftTrees:
     depths: Tensor
     """[B, N] int64, 0 for the root; padding 0."""
     log_probs: Tensor
-    """[B, N] fp32, of the path from the root, by the draft; padding -inf."""
+    """[B, N] fp32, of the draft's path from the root; padding -inf."""
     sizes: list[int]
-    """[B] nodes of each tree, 1 to N."""
+    """[B] nodes of each tree."""
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor], sizes: list[int]) -> DraftTrees:
-        """Make trees from the tensors of the property `tensors`."""
+        """Make trees from `tensors`."""
         token_ids, parents, depths, log_probs = tensors
         return cls(token_ids, parents, depths, log_probs, sizes)
 
@@ -80,7 +77,7 @@ class DraftTrees:
         return cls(token_ids, parents, depths, log_probs, [*map(len, batch)])
 
     def padded(self, num_nodes: int) -> DraftTrees:
-        """Return the trees padded to at least `num_nodes`, root included."""
+        """Return the trees padded to at least `num_nodes`."""
         if num_nodes <= self.num_nodes:
             return self
         missing = 0, num_nodes - self.num_nodes
@@ -106,16 +103,15 @@ class DraftTrees:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return token ids, parents, depths and log probabilities."""
+        """Token ids, parents, depths and log probabilities."""
         return self.token_ids, self.parents, self.depths, self.log_probs
 
     @property
     def num_nodes(self) -> int:
-        """Return N, padding and root included."""
+        """N."""
         return self.token_ids.shape[1]
 
     def __len__(self) -> int:
-        """Return B."""
         return len(self.sizes)
 
     def __iter__(self) -> Iterator[DraftTrees]:
@@ -125,7 +121,6 @@ class DraftTrees:
 
 
 def _likeliest_path(nodes: Sequence[TreeNode]) -> list[TreeNode]:
-    """Return the path of likeliest children from the root."""
     path = [nodes[0]]
     place = 0
     while children := [at for at, node in enumerate(nodes) if node.parent == place]:
@@ -142,7 +137,7 @@ def roots_only(token_ids: Sequence[int], device: torch.device) -> DraftTrees:
 
 
 def among_roots(trees: DraftTrees, places: Sequence[int], token_ids: Sequence[int]) -> DraftTrees:
-    """Put trees at places of a larger batch with last tokens `token_ids`; the rest are roots."""
+    """Put trees at places of a batch with last tokens `token_ids`; the rest are roots."""
     roots = roots_only(token_ids, trees.token_ids.device).padded(trees.num_nodes)
     index = upload(torch.tensor(places), trees.token_ids.device)
     pairs = zip(roots.tensors, trees.tensors, strict=True)
@@ -168,26 +163,22 @@ def tree_mask(parents: Tensor, max_depth: int) -> Tensor:
 Expand = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """(token_ids [B, F], parent_indices [B, F], mask [B, F, M], depth) -> logits [B, F, V] of children.
 
-`parent_indices` refer to the nodes of the previous call. The last F of the M expanded nodes are the
-new ones.
+`parent_indices` refer to the nodes of the previous call. The last F of the M nodes are new.
 """
 
 
 class _Level(NamedTuple):
-    """Nodes of a depth. Tensors are [B, n]."""
+    """Nodes [B, n] of a depth."""
 
     token_ids: Tensor
     indices: Tensor
-    """Parents, counted among the nodes expanded before, or among all."""
     log_probs: Tensor
-    """Log probabilities of paths."""
 
     def at(self, order: Tensor) -> _Level:
-        """Return the nodes at places [B, F]."""
         return _Level(*(each.gather(1, order) for each in self))
 
 
-# Nodes are kept as a list of levels from the root on, so that a stable sort prefers shallow nodes.
+# A list of levels from the root on lets a stable sort prefer shallow nodes.
 
 
 def _append(levels: list[_Level], level: _Level, order: Tensor | None) -> None:
@@ -208,13 +199,11 @@ def _live(levels: list[_Level], num_drafts: int) -> Tensor:
 
 
 def _expected_accepted(levels: list[_Level], num_drafts: int) -> Tensor:
-    """Return the expected accepted tokens [B]: the best nodes' path probabilities, summed."""
     log_probs = torch.cat([each.log_probs for each in levels[1:]], 1)
     return log_probs.topk(min(num_drafts, log_probs.shape[1]), dim=1).values.exp().sum(1)
 
 
 def _best_of(levels: list[_Level], num_drafts: int) -> DraftTrees:
-    """Make the trees of the root and the best nodes."""
     numbers = torch.arange(len(levels), device=levels[0].indices.device).split(1)
     pairs = zip(numbers, levels, strict=True)
     depths = torch.cat([number.expand(each.indices.shape[1]) for number, each in pairs])
@@ -258,12 +247,10 @@ def grow_trees(
     Args:
         root_token_ids: Roots [B].
         root_logits: Logits [B, V] of their children.
-        expand: The draft.
-        options: Depth and size of trees.
-        least_gain: Expected accepted tokens that a level must add for a sequence to go on. Levels
-            are narrowed to live nodes, at the price of a host sync each. None: every level has the
-            full width (fixed shapes).
-        num_drafts: Draft tokens, without the root; None: `options.most_drafts`.
+        least_gain: Expected accepted tokens that a level must add for a sequence to go on. Each
+            level is narrowed to live nodes, with a host sync. None: levels have the full width
+            (fixed shapes).
+        num_drafts: Draft tokens; None: `options.most_drafts`.
         vocabulary: Token ids [V] of the logits of a reduced draft.
     """
     num_drafts = options.most_drafts if num_drafts is None else num_drafts
@@ -300,7 +287,7 @@ def grow_trees(
 
 
 def _frontier_mask(seen: Tensor, indices: Tensor) -> Tensor:
-    """Return the mask [B, F, M + F] of a level, from the mask [B, F, M] of the level before."""
+    """Extend the mask [B, F, M] of a level to the next level's [B, F, M + F]."""
     batch, width = indices.shape
     own = torch.eye(width, dtype=torch.bool, device=seen.device).expand(batch, -1, -1)
     if seen.shape[1] == 0:
@@ -351,7 +338,6 @@ def verify(
     """
     batch, num_nodes = parents.shape
     numbers = torch.arange(num_nodes + 1, device=parents.device)
-    # node n has place n + 1, so that -1 has place 0, after which nothing is chosen
     places = parents + 1
     choices = pad(chosen, (1, 0), value=-1)
     is_chosen = choices.gather(1, places) == token_ids
@@ -367,21 +353,18 @@ def verify(
 
 @dataclass(frozen=True)
 class Decided:
-    """Decided tokens of B sequences, for the draft to read.
-
-    `T` is the width of the padded tensors, `F` the features of a position.
-    """
+    """Decided tokens of B sequences, T at most, for the draft to read."""
 
     token_ids: Sequence[list[int]]
     """New tokens of each sequence, the new root last."""
     padded: Tensor
     """[B, T] int64 on the device; padding -1."""
     features: Tensor
-    """[B, T, F] features of the target at the position before each token."""
+    """[B, T, F] features of the target before each token."""
 
     @classmethod
     def pad(cls, token_ids: Sequence[list[int]], features: Sequence[Tensor]) -> Decided:
-        """Make it from the tokens and the features [n, F] of each sequence."""
+        """Pad the tokens and the features [n, F] of each sequence."""
         width = max(len(new) for new in token_ids)
         rows = [new + [-1] * (width - len(new)) for new in token_ids]
         padded = upload(torch.tensor(rows), features[0].device)
@@ -401,17 +384,16 @@ class Drafter:
     """
 
     hidden_layers: tuple[int, ...] | None = None
-    """Layers of the target, ascending from 0, with the outputs for the features [.., F].
+    """Layers of the target, ascending, with the outputs for the features.
 
     Empty: features are the last hidden state after the final norm. None: no features (F = 0).
     """
     num_levels: int = 0
-    """Most levels of a tree."""
     drafted: Mapping[int, set[int]] | None = None
-    """First tokens of a network's proposals for this step by slot; None: of all proposals."""
+    """First tokens of a network's proposals by slot; None: of all proposals."""
 
     def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Reserve room for a sequence; return False if there is no room now."""
+        """Reserve room for a sequence; return False without room."""
         return True
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
@@ -424,7 +406,7 @@ class Drafter:
         """
 
     def read_selected(self, slots: Sequence[int]) -> int:
-        """Read selected tokens without rows in the draft's cache; return their number."""
+        """Read selected tokens without cache rows; return their number."""
         return 0
 
     def read(self, slot: int, token_ids: list[int]) -> None:
@@ -433,15 +415,9 @@ class Drafter:
     def glance(
         self, slots: Sequence[int], num_drafts: int, least_probability: float
     ) -> DraftTrees | None:
-        """Propose trees from noted tokens, in next to no time.
+        """Propose trees from noted tokens, in next to no time; None without proposals.
 
-        Args:
-            slots: Slots of the sequences.
-            num_drafts: Most draft tokens of a tree.
-            least_probability: Least probability of a path.
-
-        Returns:
-            Trees; None without proposals.
+        Nodes have at least `least_probability`.
         """
         return None
 
@@ -449,11 +425,9 @@ class Drafter:
         """Let a network read decided tokens."""
 
     def propose(self, slots: Sequence[int], num_drafts: int | None = None) -> DraftTrees:
-        """Propose a tree for each slot. Called only if `num_levels` is above 0.
+        """Propose trees of up to `num_drafts` draft tokens, or as configured.
 
-        Args:
-            slots: Slots of the sequences.
-            num_drafts: Draft tokens of a tree at most; None: as configured.
+        Called only if `num_levels` is above 0.
         """
         raise NotImplementedError
 

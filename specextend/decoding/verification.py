@@ -1,8 +1,4 @@
-"""Verification: a forward of the target over the trees of a batch, and the accepted paths.
-
-Shapes: `B` sequences, `N` tree nodes (root included), `C` hidden size, `F` features of a position,
-`V` vocabulary, `W` nodes of a path, `H` query heads, `D` head size.
-"""
+"""Verification: a forward of the target over the trees of a batch, and the accepted paths."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +25,6 @@ class Verified:
     token_ids: Tensor
     """[B, W] int64, decided tokens; negative after them."""
     new_token_ids: list[list[int]]
-    """Decided tokens of each sequence, on the host."""
     is_finite: list[bool]
     """[B] False if the choice ended early at logits that are not finite."""
     features: Tensor
@@ -38,11 +33,9 @@ class Verified:
     """[B, N, H, D] of each scoring layer."""
 
     def decided(self, places: list[int], *, whole: bool) -> Decided:
-        """Return the decided tokens of some sequences, for the draft.
+        """Return the decided tokens at `places`, for the draft.
 
-        Args:
-            places: Places of the sequences in the batch.
-            whole: True for the width of the longest possible path, the same in every step.
+        `whole` pads to the longest possible path, the same in every step.
         """
         token_ids = [self.new_token_ids[b] for b in places]
         padded = self.token_ids
@@ -70,11 +63,8 @@ class Verifier:
 
     _target: CachedModel
     _hidden_layers: tuple[int, ...] | None
-    """Layers with the outputs for features."""
     _scored_layers: tuple[int, ...]
-    """Layers with the queries for retrieval."""
     _num_levels: int
-    """Levels of the deepest tree."""
     _tree_attention: TreeAttention
     _graphs: Graphs
 
@@ -106,7 +96,6 @@ class Verifier:
     def _note_log_probs(
         kept: Mapping[int, RunningSequence], logits: Tensor, paths: Tensor, new: Sequence[list[int]]
     ) -> None:
-        """Note the log probabilities of new tokens, by logits [B, N, V] along paths [B, W]."""
         nodes = paths.tolist()
         places = [(b, node) for b in kept for node in nodes[b][: len(new[b])]]
         of_batch, of_nodes = upload(torch.tensor(places).T.contiguous(), logits.device)
@@ -118,11 +107,6 @@ class Verifier:
     def _decide(
         self, forward: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run a forward and accept by the likeliest tokens.
-
-        Returns:
-            Results of `_accept`, and queries [B, N, H, D] of each scoring layer.
-        """
         logits, features, *queries = forward(*inputs)
         chosen = where_finite(logits.max(-1).indices, logits, NOT_FINITE)
         return *self._accept(chosen, features, *inputs[:3]), *queries
@@ -136,15 +120,12 @@ class Verifier:
         parents: Tensor,
         depths: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Run the target over trees.
+        """Run the target over trees with tokens, parents and depths [B, N].
 
         Args:
             first_rows: First cache row of each sequence, on the host.
             committed: Committed tokens of each sequence, on the host.
             places: Both [B, 2] on the device.
-            token_ids: Tokens [B, N] of the trees.
-            parents: Parents [B, N].
-            depths: Depths [B, N].
 
         Returns:
             Logits [B, N, V], features [B, N, F], and queries [B, N, H, D] of each scoring layer.
@@ -175,8 +156,8 @@ class Verifier:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Commit the paths of the target's `chosen` tokens [B, N].
 
-        Returns:
-            Paths and decided tokens [B, W], see `tree.verify`, and features [B, W, F] along paths.
+        Return paths and decided tokens [B, W], see `tree.verify`, and features [B, W, F] along
+        paths.
         """
         num_nodes = token_ids.shape[1]
         if num_nodes == 1:

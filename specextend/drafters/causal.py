@@ -1,6 +1,6 @@
 """The drafter of networks with a KV cache: a small causal LM, an EAGLE head or an MTP layer.
 
-Shapes: `B` sequences, `F` frontier nodes, `M` expanded nodes, `C` hidden size, `V` vocabulary.
+More shapes: `F` frontier nodes, `M` expanded nodes.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,21 +40,17 @@ class DraftNetwork(Protocol):
 
     hidden_size: int
     vocabulary: Tensor | None
-    """Token ids [V] of the logits; None: all of the target's, in order."""
+    """Token ids [V] of the logits; None: the target's, in order."""
     hidden_layers: tuple[int, ...] | None
-    """Target layers, ascending, for the features [.., F]; empty: the last hidden state; None: no
-    features.
-    """
+    """See `Drafter.hidden_layers`."""
     reads_history: bool
-    """True if `forward` needs the tokens before each token."""
+    """Whether `forward` needs the tokens before each token."""
     at_once: Any
-    """Reads and grows in one call (`attention.compiled.calls.Head`); None: `forward` and `logits`
-    do.
-    """
+    """Reads and grows in one call (`attention.compiled.calls.Head`), if made."""
 
     def prefill(self, slot: int, text: Tensor, hidden: Tensor) -> None:
-        """Take a prompt's next chunk: the three tokens before it and its tokens [3 + T], with
-        features [T, F].
+        """Take a prompt's next chunk: tokens [3 + T], three of them earlier, and features [T,
+        F].
         """
 
     def read(self, slots: Sequence[int]) -> int:
@@ -71,8 +67,8 @@ class DraftNetwork(Protocol):
         """Run token_ids [B, T] at `positions` [B, T], write their rows, return hidden [B, T, C].
 
         Args:
-            hidden: The target's features [B, T, F] at the position before, or the parent's output
-                [B, T, C].
+            hidden: The target's features [B, T, F] before each token, or the parent's output [B, T,
+                C].
             history: Three earlier tokens [B, T, 3], nearest first; None if not read.
         """
 
@@ -81,15 +77,10 @@ class DraftNetwork(Protocol):
 
 
 class _SlotPlaces(NamedTuple):
-    """Places of slots, columns [B, 1] on the device."""
-
     slots: Tensor
     starts: Tensor
-    """First working row."""
     ends: Tensor
-    """Working row after the visible ones."""
     positions: Tensor
-    """Position after the visible ones."""
     full_ends: Tensor
     """Row after the tokens in the full cache."""
 
@@ -101,15 +92,14 @@ def moved(mean: float, value: float) -> float:
 
 @dataclass(slots=True)
 class LevelGain:
-    """Learns the least gain of a level: tokens that a step decides in a level's time."""
+    """Learns the least gain of a level: tokens decided in its time."""
 
     clock: Clock
     least: float
-    """Accepted tokens of a sequence."""
     _begun_at: float | None = None
     """Start of the last tree; None if a prompt was read since."""
     _num_read: int = 0
-    """Readings of decided tokens since; more than 1 after steps without a tree."""
+    """Readings since; more than 1 after steps without a tree."""
     _level_s: float = 0.0
     _step_s: float = 0.0
     _num_tokens: float = 0.0
@@ -124,7 +114,7 @@ class LevelGain:
         self._num_read = 0
 
     def end(self, num_levels: int) -> None:
-        """Record the end of a tree with this many levels."""
+        """Record the end of a tree."""
         if self._begun_at is not None:
             self._level_s = moved(self._level_s, (self.clock() - self._begun_at) / num_levels)
 
@@ -142,7 +132,7 @@ class LevelGain:
 
 
 class CausalDrafter(Drafter):
-    """Grows OPT-Trees with a draft network that sees the selected part of the document."""
+    """Grows OPT-Trees with a draft network."""
 
     def __init__(
         self,
@@ -174,17 +164,13 @@ class CausalDrafter(Drafter):
         stored = self._cache.working.parts[0]
         device = stored.device
         self._root_ids = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        """Last decided tokens [slots], the roots."""
+        """Last decided tokens [slots]."""
         self._root_hidden = stored.new_zeros(num_slots, network.hidden_size)
-        """Outputs [slots, C] at the roots."""
         self._texts = torch.zeros(num_slots, HISTORY, dtype=torch.int64, device=device)
-        """Last tokens [slots, 3], -1 before the first; of outputs only if the network reads
-        history.
-        """
+        """Last tokens [slots, 3], -1 before the first; of outputs only for history."""
         self._unread: dict[int, tuple[list[int], Tensor]] = {}
         """Decided tokens and features by slot, left to `propose`."""
         self._located: tuple[list[list[int]], Tensor] | None = None
-        """Last known places, on host and device."""
 
     def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
         """Reserve room for a sequence; return False without room."""
@@ -213,9 +199,7 @@ class CausalDrafter(Drafter):
         return self.network.read(slots)
 
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
-        """Read decided tokens, the new root last. With `at_once` the next tree's call reads
-        them.
-        """
+        """Read decided tokens. With `at_once` the next tree's call reads them."""
         self._gain.read([*map(len, decided.token_ids)])
         if self.network.at_once is not None:
             for slot, new, features in zip(slots, decided.token_ids, decided.features, strict=True):
@@ -243,9 +227,7 @@ class CausalDrafter(Drafter):
         self._located = self._known(slots), table
 
     def propose(self, slots: Sequence[int], num_drafts: int | None = None) -> DraftTrees:
-        """Grow trees of up to `num_drafts` nodes; captured ones have the smallest shape with
-        room.
-        """
+        """Grow trees of up to `num_drafts` nodes, captured in the smallest shape with room."""
         if not self._graphs.enabled:
             self._gain.begin()
             if self.network.at_once is None:
@@ -294,9 +276,7 @@ class CausalDrafter(Drafter):
     def _read(
         self, slots: Sequence[int], table: Tensor, padded: Tensor, features: Tensor
     ) -> tuple[Tensor]:
-        """Run `padded` tokens [B, T], -1 for padding, with features [B, T, F]; return the new
-        places.
-        """
+        """Run `padded` tokens [B, T], -1 for padding; return the new places."""
         places = _SlotPlaces(*table.split(1, 1))
         is_token = padded >= 0
         token_ids = padded.clamp(min=0)
@@ -347,7 +327,7 @@ class CausalDrafter(Drafter):
         return prune(trees, 1 + num_drafts)
 
     def _read_history(self, slots: Tensor, token_ids: Tensor, counts: Tensor) -> Tensor:
-        """Return three tokens [B, T, 3] before each new token, nearest first; remember the last."""
+        """Return three tokens [B, T, 3] before each new token, nearest first."""
         slots = slots.squeeze(1)
         texts = torch.cat([self._texts.index_select(0, slots), token_ids], 1)
         last = counts + torch.arange(HISTORY, device=counts.device)
@@ -402,9 +382,7 @@ class CausalDrafter(Drafter):
         depth: int,
         history: Tensor | None,
     ) -> Tensor:
-        """Run a level of a tree with its `mask` [B, T, M], or decided tokens, after the visible
-        rows.
-        """
+        """Run tokens after the visible rows: decided, or a tree's with its `mask` [B, T, M]."""
         num_new = token_ids.shape[1]
         behind = num_new if mask is None else mask.shape[2]
         offsets = torch.arange(behind - num_new, behind, device=token_ids.device)

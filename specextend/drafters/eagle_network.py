@@ -1,8 +1,4 @@
-"""EAGLE heads in plain torch, in all formats of `formats.py`.
-
-Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `F` features of the target, `V`
-vocabulary, `H` query heads, `K` key heads, `D` head size.
-"""
+"""EAGLE heads in plain torch, in all formats of `formats.py`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +19,7 @@ from specextend.drafters.causal import HISTORY
 from specextend.models.model_files import VOCABULARY, TensorInfo
 
 COPY_READS = {"q_proj": (0, 3), "k_proj": (1, 4), "v_proj": (0, 1)}
-"""First and end of tokens i + 1, i, i - 1, i - 2 in a projection of the copy heads."""
+"""Slice of tokens i + 1, i, i - 1, i - 2 in a projection of the copy heads."""
 _JOINED = {
     "fuse": ["fc"],
     "qkv": [f"layer.self_attn.{name}" for name in COPY_READS],
@@ -43,7 +39,6 @@ class HeadShape:
     fused: bool
     """EAGLE-3: reads several layers of the target."""
     vocab_size: int
-    """Rows of the target's embedding."""
     target_hidden_size: int
     hidden_size: int
     num_heads: int
@@ -51,19 +46,15 @@ class HeadShape:
     head_dim: int
     intermediate_size: int
     layer_eps: float
-    """Epsilon of the norms inside the layer."""
     head_eps: float
-    """Epsilon of the other norms."""
     rope: Values
-    """RoPE keys of a Llama config."""
     draft_vocab_size: int
-    """Tokens that the head proposes."""
     layer_ids: tuple[int, ...] = ()
     """EAGLE-3: numbers of these layers in `config.json`; may be empty."""
     reading: str = "inputs"
-    """What `layer_ids` number by default: `outputs` or `inputs` of layers."""
+    """Default meaning of `layer_ids`: `outputs` or `inputs` of layers."""
     window: int | None = None
-    """Tokens that a token sees at most, itself included; None: all."""
+    """Most visible tokens, itself included; None: all."""
     norm_before_residual: bool = False
     """EAGLE-3: the residual is the fused state after its norm."""
     norm_before_fc: bool = False
@@ -77,16 +68,15 @@ class HeadShape:
     fusion_bias: bool = False
     """EAGLE-1 of `speculators`: `fc` has a bias."""
     is_ours: bool = False
-    """Our format: norms of embedding and features, and `copy_heads`."""
     copy_heads: int = 0
     tokens_sha256: str | None = None
-    """`tokens_sha256` of the target's tokenizer; None: unknown, and not checked."""
+    """Hash of the target's tokenizer; None: unknown, and not checked."""
     sources: dict[str, TensorInfo] = field(default_factory=dict)
     """Tensors of the files, by our names."""
 
     @property
     def num_layers_read(self) -> int:
-        """Return how many layers of the target are read."""
+        """Number of target layers read."""
         return len(self.layer_ids or range(3)) if self.fused else 1
 
     def hidden_layers(
@@ -114,7 +104,7 @@ class HeadShape:
     def explain_layers(
         self, num_target_layers: int, chosen: tuple[int, ...] = ()
     ) -> tuple[tuple[int, ...], str]:
-        """Return these layers for an EAGLE-3 head, and why: numbers mean outputs or inputs."""
+        """Return these layers for an EAGLE-3 head, and why."""
         # the inputs of layers 2, n / 2 and n - 3
         usual = (1, num_target_layers // 2 - 1, num_target_layers - 4)
         ids = self.layer_ids
@@ -139,11 +129,11 @@ class HeadShape:
 
     @property
     def num_features(self) -> int:
-        """Return the number of features at a position of the target."""
+        """Features at a position of the target."""
         return self.num_layers_read * self.target_hidden_size
 
     def required(self) -> dict[str, tuple[int, ...]]:
-        """Return required tensors by our names."""
+        """Required tensors by our names."""
         hidden = self.hidden_size
         has_norms = self.is_ours or self.fused or self.layer_norms
         is_narrow = hidden != self.target_hidden_size
@@ -167,7 +157,7 @@ class HeadShape:
         return shapes
 
     def _products(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the matrices, and of the norm between attention and MLP."""
+        """Return shapes of the matrices, and of the norm between attention and MLP."""
         hidden = self.hidden_size
         mlp = self.intermediate_size
         queries = self.num_heads * self.head_dim
@@ -193,7 +183,7 @@ class HeadShape:
         return shapes
 
     def optional(self) -> dict[str, tuple[int, ...]]:
-        """Return optional tensors by our names."""
+        """Optional tensors by our names."""
         vocabulary = (self.draft_vocab_size,)
         if self.is_ours:
             return {VOCABULARY: vocabulary}
@@ -280,12 +270,11 @@ class EagleNetwork:
         self.at_once = (
             self._in_one_call(target) if head.is_ours and target.runs_in_one_call else None
         )
-        """Runs the head in one call if the target's layers run in one."""
+        """Runs the head in one call, if the target's layers run in one."""
 
     def _take_weights(
         self, weights: dict[str, Tensor], target: CachedModel, lm_head: Tensor
     ) -> None:
-        """Pack the head's weights, and take missing ones from the target."""
         self._embedding = _own_or(
             weights.get("embed_tokens.weight"), target.model.get_input_embeddings().weight
         )
@@ -337,9 +326,7 @@ class EagleNetwork:
         plan: AttentionPlan,
         history: Tensor | None,
     ) -> Tensor:
-        """Run token_ids [B, T] with features [B, T, F] or outputs [B, T, C]; return hidden [B, T,
-        C].
-        """
+        """Run the head, see `DraftNetwork.forward`."""
         embedded = self._embedded(token_ids, history)
         residual, inputs = self._inputs(embedded, hidden)
         turning, values = self._project(inputs)
@@ -372,7 +359,6 @@ class EagleNetwork:
         return self._norm("embedding_norm", self._embedding[tokens]).flatten(-2)
 
     def _inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual [..., C], and the input of queries, keys and values."""
         own = embedded[..., : self._head.hidden_size]
         if not self._head.fused:
             before = self._norm("feature_norm", hidden)
@@ -388,7 +374,6 @@ class EagleNetwork:
         return normed if self._head.norm_before_residual else hidden, inputs
 
     def _in_one_call(self, target: CachedModel) -> Any:
-        """Return the runner of the head in one call; None where it cannot be made."""
         eps = self._head.layer_eps
         own = self._linears
         found = {name: own[name] for name in ("fuse", "lm_head", "copy") if name in own}
@@ -439,7 +424,6 @@ class EagleNetwork:
         return turning, values
 
     def _with_copies(self, projected: Mapping[str, Tensor], embedded: Tensor) -> list[Tensor]:
-        """Return the projections [..., heads, D], copy heads last."""
         if not self.reads_history:
             return list(projected.values())
         tokens = embedded.unflatten(-1, (-1, self._head.hidden_size))
@@ -451,7 +435,6 @@ class EagleNetwork:
         return joined
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        """Apply a norm, in fp32 inside, if the head has it."""
         if (weight := self._norms.get(name)) is None:
             return x
         eps = self._head.layer_eps if name.startswith("layer.") else self._head.head_eps
@@ -459,12 +442,11 @@ class EagleNetwork:
 
 
 def _own_or(own: Tensor | None, target: Tensor) -> Tensor:
-    """Return the head's matrix, or the target's if that is equal, which saves memory."""
+    """Return the head's matrix, or the target's if equal, which saves memory."""
     return target if own is None or torch.equal(own, target) else own
 
 
 def _join(weights: Mapping[str, Tensor], names: Sequence[str]) -> nn.Linear:
-    """Make one layer of layers with the same input. A missing bias is zero."""
     each = {name: weights[f"{name}.weight"] for name in names}
     # a copy of a single weight would take memory beside a full cache
     weight = torch.cat([*each.values()]) if len(each) > 1 else each[names[0]]

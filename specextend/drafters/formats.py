@@ -56,7 +56,7 @@ _RENAMED = _OURS | {
 }
 _LEFT_OVER = ("rotary_emb.inv_freq", "mask", "verifier_lm_head.weight", "verifier_norm.weight")
 _MAPS = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8"), VOCABULARY: ("I64",)}
-"""Integer tensors, and their types."""
+"""Types of integer tensors."""
 _ROPE = (
     "rope_theta",
     "rope_scaling",
@@ -85,10 +85,9 @@ _HARMLESS = (
     *("num_beam_groups", "num_return_sequences", "temperature", "top_k", "top_p", "typical_p"),
     *("length_penalty", "repetition_penalty", "do_sample", "_attn_implementation"),
 )
-"""Keys without effect, or that other keys and tensors explain."""
+"""Keys without effect, or explained by others."""
 
 _WINDOWED = "sliding_attention"
-"""Type of a layer with a window."""
 Config = TypeVar("Config", bound=BaseModel)
 
 
@@ -101,9 +100,8 @@ class EagleConfig(BaseModel):
     version: Literal[1] = 1
     kind: Literal["eagle"] = "eagle"
     target: str
-    """Name of the target at training; for people, not checked."""
+    """Name of the target at training, not checked."""
     vocab_size: PositiveInt
-    """Rows of the target's embedding."""
     hidden_size: PositiveInt
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
@@ -111,18 +109,13 @@ class EagleConfig(BaseModel):
     intermediate_size: PositiveInt
     rope_theta: PositiveFloat
     layer_norm_eps: PositiveFloat
-    """Epsilon of the two norms inside the layer."""
     head_norm_eps: PositiveFloat
     """Epsilon of the two input norms (`en`, `hn`) and the output norm (`norm`)."""
     dtype: Literal["bfloat16", "float16", "float32"]
     draft_vocab_size: PositiveInt | None = None
-    """Token ids that the head proposes, listed in the tensor `draft_token_ids`; None: all."""
     copy_heads: PositiveInt | None = None
-    """KV heads, besides `num_kv_heads`, that match tokens around a position, each with its query
-    heads.
-    """
+    """KV heads that match tokens around a position, each with its query heads."""
     tokens_sha256: str | None = None
-    """`tokens_sha256` of the target's tokenizer; None: unknown, and not checked."""
 
     @model_validator(mode="after")
     def _heads_are_groups(self) -> Self:
@@ -163,7 +156,7 @@ class EagleConfig(BaseModel):
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor by its name in the file."""
+        """Shape of each tensor by its name in the file."""
         names = {ours: name for name, ours in _OURS.items()}
         required = self.head(Path(), {}).required()
         return {_renamed(name, names): shape for name, shape in required.items()}
@@ -180,7 +173,7 @@ class _Published(BaseModel):
 
 
 class LayerConfig(_Published):
-    """Keys of a published head's layer, with the defaults that transformers does not write."""
+    """Keys of a published head's layer, with transformers' unwritten defaults."""
 
     model_type: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     hidden_act: Literal["silu"] = "silu"
@@ -197,12 +190,12 @@ class LayerConfig(_Published):
 
     @property
     def window(self) -> int | None:
-        """Return the window of the layer; None: it attends to all tokens."""
+        """Window of the layer; None: it attends to all tokens."""
         return (self.sliding_window or None) if _WINDOWED in self.layer_types else None
 
 
 class TakenLayers(_Published):
-    """The key `eagle_config`, where ids are mostly of outputs (`HeadShape.explain_layers`)."""
+    """The key `eagle_config`, with ids mostly of outputs (`HeadShape.explain_layers`)."""
 
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
     norm_before_fc: bool = False
@@ -221,12 +214,11 @@ class PublishedConfig(_Published):
     """None: as in `eagle_config`."""
     fc_norm: bool = False
     norm_output: bool = False
-    """The next level reads the normed output, as in vLLM."""
     layernorms: bool = False
     fusion_bias: bool = False
     eagle_config: TakenLayers = TakenLayers()
     eagle_aux_hidden_state_layer_ids: list[int] = []
-    """Ids of the target's layers, here mostly of inputs (`HeadShape.explain_layers`)."""
+    """Ids of layers, mostly of inputs (`HeadShape.explain_layers`)."""
 
 
 def read_head(model: str | Path) -> HeadShape:
@@ -271,7 +263,6 @@ def convert_head(model: str, folder: Path) -> str:
 
 
 def _parse_config(kind: type[Config], raw: Values, folder: Path) -> Config:
-    """Parse the values of a `config.json`. Raises ModelError."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
@@ -329,7 +320,6 @@ def _different(token_ids: Tensor, head: HeadShape) -> Tensor:
 
 
 def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """Read the headers of a head's files. Raises ModelError."""
     found: dict[str, TensorInfo] = {}
     for file in weight_files(folder, f"EAGLE draft {folder}"):
         for name, info in read_safetensors_header(file).items():
@@ -345,9 +335,7 @@ def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
 
 
 def _renamed(name: str, prefixes: dict[str, str]) -> str:
-    """Replace the first matching prefix: `midlayer.mlp.up_proj.weight` becomes
-    `layer.mlp.up_proj.weight`.
-    """
+    """Replace the first matching prefix, such as `midlayer.` by `layer.`."""
     for prefix, other in prefixes.items():
         if name.startswith(prefix):
             return other + name.removeprefix(prefix)
@@ -355,7 +343,6 @@ def _renamed(name: str, prefixes: dict[str, str]) -> str:
 
 
 def _describe(folder: Path, raw: Values, sources: dict[str, TensorInfo]) -> HeadShape:
-    """Describe a published head. A key with the value null counts as missing."""
     raw = {key: value for key, value in raw.items() if value is not None}
     config = _parse_config(PublishedConfig, raw, folder)
     name, fused = _detect(config, folder, set(sources))
@@ -434,7 +421,6 @@ def _check_keys(config: PublishedConfig, layer: LayerConfig, head: HeadShape, fo
 
 
 def _detect(config: PublishedConfig, folder: Path, names: set[str]) -> tuple[str, bool]:
-    """Return the format's name, and True if the head reads several layers."""
     if (kind := config.speculators_model_type) is not None:
         return f"speculators {kind}", kind == "eagle3"
     if "layer.hidden_norm.weight" in names:

@@ -6,7 +6,7 @@ For position i, with e the embedding of token i + 1 and h the target's last hidd
     h' = norm(layer(x)), logits by the target's LM head
 
 h' gives token i + 2, and takes the place of h one level further. The layer is a model of the
-target's class (`models.mtp`), which runs on transformers' layers with our attention and cache.
+target's class (`models.mtp`), on transformers' layers with our attention and cache.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from specextend.drafters.causal import HISTORY
 from specextend.models.model_files import ModelError
 
 _FAR = 5
-"""A position at which keys of the layer are compared with turned ones."""
+"""A position at which keys of the layer are compared with turned keys."""
 _ALIKE = 0.05
 """Difference of two keys, as a share of their size, that rounding explains."""
 
@@ -48,9 +48,8 @@ class MtpNetwork:
         """Take the layer and the target.
 
         Args:
-            layer: A causal LM of one layer, of which embedding and LM head are not used.
+            layer: A causal LM of one layer, without need of its embedding and LM head.
             joining: Weights of `models.mtp.JOINING`.
-            target: The target.
             num_rows: Rows of the full and the working cache.
 
         Raises:
@@ -75,7 +74,7 @@ class MtpNetwork:
         self._check_rope()
 
     def prefill(self, slot: int, text: Tensor, hidden: Tensor) -> None:
-        """Store keys and values of every position whose next token is known."""
+        """Store keys and values of all positions with a known next token."""
         text, hidden = self.cache.pair(slot, text, hidden)
         if len(hidden):
             joined = self._join(text[HISTORY:], hidden)
@@ -83,7 +82,7 @@ class MtpNetwork:
             self.cache.store(slot, keys, values)
 
     def read(self, slots: Sequence[int]) -> int:
-        """Return 0: all of a prompt is read in `prefill`."""
+        """Return 0: `prefill` reads all of a prompt."""
         return 0
 
     def forward(
@@ -94,7 +93,7 @@ class MtpNetwork:
         plan: AttentionPlan,
         history: Tensor | None,
     ) -> Tensor:
-        """Run token_ids [B, T] with the state before each [B, T, C]; return hidden [B, T, C]."""
+        """Run the layer, see `DraftNetwork.forward`."""
         return self._layer.run(self._join(token_ids, hidden), positions, plan, ())[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -102,7 +101,6 @@ class MtpNetwork:
         return self._target.logits(hidden)
 
     def _join(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """Return the layer's inputs [..., C]."""
         embedded = self._norms["embedding_norm"](self._embedding(token_ids))
         joined: Tensor = self._linears["join"](
             torch.cat([embedded, self._norms["hidden_norm"](hidden)], -1)
@@ -120,8 +118,9 @@ class MtpNetwork:
 
 
 def _rope_of(layer: Any) -> tuple[Tensor, tuple[int, int]]:
-    """Return the frequencies of a layer's RoPE, and the elements of a key that it turns: the last
-    ones of keys made from a latent, the first ones of others.
+    """Return RoPE's frequencies, and the elements of a key that it turns.
+
+    They are the last of keys made from a latent, and the first of others.
     """
     rotary = getattr(layer.get_decoder(), "rotary_emb", None)
     if (inv_freq := getattr(rotary, "inv_freq", None)) is None:
@@ -133,7 +132,6 @@ def _rope_of(layer: Any) -> tuple[Tensor, tuple[int, int]]:
 
 
 def _norm_like(norm: Any, weight: Tensor) -> Any:
-    """Return a norm of the same kind with another weight."""
     made = deepcopy(norm)
     made.weight = nn.Parameter(weight, requires_grad=False)
     return made

@@ -19,39 +19,36 @@ from specextend.decoding.tree import Decided, Drafter, DraftTrees, TreeNode
 from specextend.drafters.causal import Clock, moved, stands_still
 
 LONGEST = 12
-"""Longest match in tokens."""
 MOST = 32
 """Most matches of a text's end."""
 LEAST_PROBABILITY = 0.01
 """Least probability of a path: another node takes a hundredth of a step."""
 _MOST_CANDIDATES = 6
-"""Most candidates after a node."""
 # Measured on greedy summaries of 20 GovReport documents of 8K tokens and more, cut to 0.9K to 3.5K,
 # by SmolLM2-135M.
 _LONE = (0.17, 0.33, 0.50, 0.62, 0.70, 0.75, 0.78, 0.82, 0.85, 0.88, 0.90, 0.93)
-"""Rates at which a text continues as its only match, by length from 1 on."""
+"""Rates at which a text continues as its only match, by its length."""
 _CONTESTED = 0.7
-"""Factor on the rate of a candidate of at most half of the longest matches."""
+"""Factor on a rate, if at most half of the longest matches agree."""
 _MOST_AGREE = 0.5
 _ALL_AGREE = 0.8
-"""Least rate of a candidate of most, or of all, longest matches."""
+"""Least rate if most, or all, of the longest matches agree."""
 _OWN = 0.15
 """Share of misses that become hits if a match lies in the output."""
 _LATER_RANKS = (1.0, 0.5, 0.4)
 """Factors on the likeliest candidate, the second, and others."""
 _BESIDE_A_DRAFT = 0.75
-"""Factor on a candidate beside other tokens of a draft, measured with the shipped EAGLE head."""
+"""Factor on a candidate beside a draft's tokens, measured with the shipped EAGLE head."""
 _BESIDE_MATCHES = 0.5
 """Factor on a draft's token beside nearly sure matches (`_SURE`), measured likewise."""
 _SURE = 0.65
 _CERTAIN = 0.99
-"""Highest probability of a node after its parent."""
 
 assert len(_LONE) == LONGEST
 
 
 class Match(NamedTuple):
-    """An earlier place with the same last tokens; longer ones are better, then later ones."""
+    """An earlier place with the same last tokens; the longest and latest are best."""
 
     length: int
     """Equal tokens, 1 to `LONGEST`."""
@@ -112,9 +109,7 @@ class Candidate(NamedTuple):
 
     token_id: int
     probability: float
-    """Probability after the parent."""
     matches: Sequence[Match] = ()
-    """Its matches, best first."""
     draft_node: int = -1
     """Number in the draft's tree, or -1."""
 
@@ -143,7 +138,6 @@ def candidates_of(
 
 
 def _rate(length: int, count: int, of: int, is_own: bool) -> float:
-    """Return the rate of a candidate of `count` out of `of` matches."""
     rate = _LONE[length - 1]
     if of > 1:
         rate = (
@@ -178,11 +172,11 @@ class NgramState:
         self._most_tokens = num_prompt_tokens + max_new_tokens
         self._index = SuffixIndex()
         self.draft_gain = 1.0
-        """Running mean of the expected accepted tokens of a draft's tree."""
+        """Running mean of a draft tree's expected accepted tokens."""
 
     @property
     def most_levels(self) -> int:
-        """Return the levels for which the output has room."""
+        """Levels for which the output has room."""
         return max(0, self._most_tokens - len(self._index.token_ids) - 1)
 
     def read(self, token_ids: Sequence[int]) -> None:
@@ -196,10 +190,9 @@ class NgramState:
         draft: Mapping[int, Sequence[Candidate]],
         least_probability: float = LEAST_PROBABILITY,
     ) -> list[TreeNode]:
-        """Return the root and the likeliest nodes, parents first; path probabilities only shrink.
+        """Return the root and the likeliest nodes, parents first.
 
-        Args:
-            draft: Nodes of a draft's tree by parent (`children_of`); may be empty.
+        `draft` has the nodes of a draft's tree by parent (`children_of`).
         """
         depth = min(depth, self.most_levels)
         nodes = [TreeNode(-1, self._index.token_ids[-1], 0, 0.0)]
@@ -261,12 +254,9 @@ class NgramDrafter(Drafter):
         draft: Drafter | None = None,
         clock: Clock = stands_still,
     ):
-        """Take the other draft.
+        """Take the other draft, if any.
 
-        Args:
-            draft: It is skipped where n-grams bring more tokens per second without it.
-            clock: Measures the draft's share of a step; by `stands_still` the draft always
-                proposes.
+        It is skipped where, by the clock, n-grams bring more tokens per second without it.
         """
         self._options = tree
         self._device = device
@@ -291,7 +281,7 @@ class NgramDrafter(Drafter):
         return True
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Read a prompt's next chunk: token_ids [T] with features [T, F]."""
+        """Read a prompt's next chunk."""
         self._ended_at = None
         self._slots[slot].read(token_ids.tolist())
         self._draft.prefill(slot, token_ids, hidden)
@@ -346,7 +336,6 @@ class NgramDrafter(Drafter):
         self._draft.release(slot)
 
     def _merge(self, trees: dict[int, list[TreeNode]], limits: tuple[int, int]) -> None:
-        """Replace trees by merged ones where the draft pays."""
         lacking = [
             slot for slot, nodes in trees.items() if self._draft_pays(self._slots[slot], nodes)
         ]
@@ -362,7 +351,7 @@ class NgramDrafter(Drafter):
             trees[slot] = state.propose(*limits, children_of(tree))
 
     def _draft_pays(self, state: NgramState, nodes: Sequence[TreeNode]) -> bool:
-        """Return True if the draft brings more tokens per second than `nodes` without it.
+        """Return True if the draft brings more tokens per second than `nodes` alone.
 
         Its tree helps where no n-gram draft is right.
         """

@@ -3,7 +3,7 @@
 In the paper (arXiv 2505.20776) it reads the whole prompt. Here retrieval comes first, so work and
 memory do not grow with the document, and a new choice is read into the rows of tokens that left.
 
-Shapes: `B` sequences, `T` new rows of each, `S` visible tokens, `C` hidden size, `V` vocabulary.
+More shapes: `S` visible tokens.
 """
 
 from collections.abc import Sequence
@@ -25,13 +25,10 @@ class Reading(DraftRows):
     """A sequence's text and visible tokens."""
 
     text: list[Tensor] = field(default_factory=list)
-    """Token ids [n] in pieces, on the device."""
     decided: list[int] = field(default_factory=list)
-    """Token ids after `text`."""
     shown: list[int] = field(default_factory=list)
     """Positions of the tokens in the visible rows."""
     wanted: list[int] | None = None
-    """Positions of an unread choice, ascending."""
 
     def tokens_at(self, positions: Sequence[int]) -> Tensor:
         """Return the ids of the tokens at `positions` [n]."""
@@ -83,7 +80,7 @@ class ReadCache(VisibleCache):
         """Keep no copies: a token that is chosen again is read again."""
 
     def advance(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Count `token_ids` as the next tokens, after the visible rows."""
+        """Count the next tokens, after the visible rows."""
         held = self.of[slot]
         held.decided += token_ids
         held.shown += range(held.length, held.length + len(token_ids))
@@ -149,7 +146,6 @@ class ModelNetwork:
         return num_read
 
     def _read(self, runs: Sequence[tuple[Reading, list[int]]]) -> None:
-        """Read runs of rows [T] of one length."""
         token_ids = torch.stack(
             [held.tokens_at([held.shown[row] for row in rows]) for held, rows in runs]
         )
@@ -170,7 +166,7 @@ class ModelNetwork:
         plan: AttentionPlan,
         history: Tensor | None,
     ) -> Tensor:
-        """Run token_ids [B, T] at positions [B, T] and return hidden [B, T, C]."""
+        """Run the model, see `DraftNetwork.forward`."""
         if self._num_shared is not None:
             token_ids = token_ids.where(token_ids < self._num_shared, self._other_id)
         return self._model.forward(token_ids, positions, plan)

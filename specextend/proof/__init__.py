@@ -1,3 +1,1 @@
-"""Proof of a node's kernels at its start: each is tried in a separate process and taken if
-right.
-"""
+"""Proof of a node's kernels at its start: a separate process tries each before it is taken."""

@@ -1,7 +1,4 @@
-"""The process that compares candidate kernels with plain torch, and writes each verdict at once.
-
-`prover.py` starts it, and restarts it for the remaining candidates if it dies.
-"""
+"""The process that compares candidate kernels with plain torch, and writes each verdict at once."""
 
 import json
 import sys
@@ -44,11 +41,7 @@ def judge(subject: Subject, kernels: Kernels, candidate: Candidate) -> Trial:
 
 
 def find_fault(subject: Subject, kernels: Kernels, field: str) -> str:
-    """Compare the kernels of a field of `kernels` with plain torch.
-
-    Returns:
-        An error message, or an empty text.
-    """
+    """Compare kernels with plain torch; return an error message, if any."""
     device = torch.device(subject.device)
     dtype = getattr(torch, subject.dtype)
     if field == "graphs":
@@ -75,7 +68,7 @@ def find_fault(subject: Subject, kernels: Kernels, field: str) -> str:
 def prove_all(
     subject: Subject, kernels: Kernels, candidates: Sequence[Candidate]
 ) -> Iterator[Trial]:
-    """Yield the verdict on each candidate, on top of earlier ones that are right.
+    """Yield the verdict on each candidate, on top of earlier right ones.
 
     Errors leave the verdict open. After the loss of the device, another process proves the rest.
     """
@@ -94,9 +87,7 @@ def prove_all(
 
 
 def main() -> None:
-    """Prove the task given as JSON on standard input; append each verdict to the file in the first
-    argument.
-    """
+    """Prove the task on standard input; append each verdict to the file in the first argument."""
     task = json.load(sys.stdin)
     subject = Subject(**task["subject"])
     make_current(torch.device(subject.device))

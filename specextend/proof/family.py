@@ -1,8 +1,7 @@
 """The check of models on transformers' layers: a small random model must give the stock model's
 logits.
 
-Plain decoding and trees are compared, so there is no list of families: features beside attention,
-such as recurrent layers, show as a difference. Begin with `check_family`.
+Plain decoding and trees are compared, so there is no list of families. Begin with `check_family`.
 """
 
 import json
@@ -26,7 +25,7 @@ from specextend.models.causal_lm import config_values
 from specextend.models.model_files import ModelError
 
 WINDOW = 12
-"""Tokens of a sliding window or a chunk of attention, shorter than the texts."""
+"""Tokens of a window or chunk of attention, shorter than the texts."""
 _VOCABULARY = 256
 _HEADS = 4
 _MOST = (
@@ -44,7 +43,6 @@ _MOST = (
 )
 """Limits of config values in a small model. Head sizes stay."""
 _ROPES_BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings that depend on the text's length."""
 _PROMPTS = (40, 29)
 _READ_FIRST = 17
 _PARENTS = (-1, -1, 0, 0, 1, 2, 4)
@@ -52,7 +50,6 @@ _PARENTS = (-1, -1, 0, 0, 1, 2, 4)
 _COMMITTED = (5, 6)
 """Last node committed by each sequence."""
 _CHAIN = (-1, 0, 1, 2, 3, 4, 5)
-"""Tree of a model with recurrent layers."""
 _COMMITTED_OF_CHAIN = (2, 6)
 _TOLERANCE = 1e-3
 """Allowed difference of a logit, relative to their spread."""
@@ -63,9 +60,7 @@ class Differences:
     """The largest differences of logits from the stock model's."""
 
     plain: float
-    """Difference in plain decoding."""
     trees: float
-    """Difference in trees of drafts."""
     allowed: float
 
     @property
@@ -78,16 +73,12 @@ class Differences:
 
     @property
     def decodes(self) -> bool:
-        """True if plain decoding is right."""
+        """Whether plain decoding is right."""
         return self.plain <= self.allowed
 
 
 def check_family(model: str, *, with_trees: bool) -> None:
-    """Check a model that is not fused by a small model of its config.
-
-    Args:
-        model: A value of `target.model` or `draft.model`.
-        with_trees: Whether it reads trees of drafts.
+    """Check a model that is not fused by a small model of its config, perhaps with trees of drafts.
 
     Raises:
         ModelError: A logit differs.
@@ -203,7 +194,6 @@ def _kept_layers(by_layer: Mapping[str, list[Any]], num_layers: int) -> list[int
 
 
 def _at_most(name: str, value: Any) -> Any:
-    """Limit a value or each value of a list."""
     if isinstance(value, list):
         return [_at_most(name, each) for each in value]
     most = next((most for pattern, most in _MOST if re.fullmatch(pattern, name)), None)
@@ -212,7 +202,6 @@ def _at_most(name: str, value: Any) -> Any:
 
 @torch.inference_mode()
 def _compare(stock: Any) -> Differences:
-    """Read prompts in two chunks, a token, and two trees, in a batch of two sequences."""
     run = _Run(stock)
     plain = [*run.prompts()]
     trees = [*run.trees("hybrid"), *run.trees("dense")]
@@ -247,7 +236,7 @@ class _Run:
             yield torch.cat(found), self._exact(text)
 
     def trees(self, kind: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Read a tree after each text and commit a path; yield logits of paths."""
+        """Read a tree after each text, commit a path, yield its logits."""
         paths: list[list[int]] = []
         is_chain = self._cached.is_recurrent
         parents = _CHAIN if is_chain else _PARENTS
@@ -285,6 +274,5 @@ class _Run:
         return torch.randint(3, self._num_tokens, (count,), generator=self._generator)
 
     def _exact(self, text: Tensor) -> Tensor:
-        """Return the stock model's logits [T, V]."""
         logits: Tensor = self._stock(input_ids=text[None], use_cache=False).logits[0]
         return logits

@@ -2,9 +2,6 @@
 plans of a forward, and the functions of a layer.
 
 `attention/correctness.py` defines the tolerance.
-
-Shapes: `B` sequences, `T` queries, `S` keys, `R` rows of a cache or a layer, `H` query heads, `K`
-key heads, `D` head size, `C` hidden size, `I` intermediate size.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +30,6 @@ _BATCHES = ((LONGEST,), (63, 500, LONGEST, 0, 4_000))
 _LARGEST_FP8 = 448
 _RUNS = 5
 _ALIGNED = 256
-"""Row alignment of sequences in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,7 @@ class Call:
     kind: Literal["plain", "causal", "tree"]
     num_queries: int
     prefixes: tuple[int, ...]
-    """Rows before the masked ones [B]."""
+    """Rows before the masked rows [B]."""
     num_earlier: int = 0
     """Masked rows before the queries' rows, as in levels of a tree."""
 
@@ -57,9 +53,7 @@ class Call:
 
 
 def step_calls(num_drafts: int, depth: int) -> Iterator[Call]:
-    """Yield calls of plain steps, trees, the last level of trees, and a draft's reading after a
-    step.
-    """
+    """Yield calls of plain steps, trees, the last level of trees, and readings of a draft."""
     for prefixes in _BATCHES:
         for size in {1, num_drafts + 1, MAX_QUERIES}:
             yield Call("tree" if size > 1 else "plain", size, prefixes)
@@ -68,9 +62,7 @@ def step_calls(num_drafts: int, depth: int) -> Iterator[Call]:
 
 
 def prompt_calls(chunk: int) -> Iterator[Call]:
-    """Yield calls of first and later prompt chunks, at lengths that kernels plan for and at
-    others.
-    """
+    """Yield calls of prompt chunks, at planned and other lengths."""
     for prefix in (0, 65, 4_000, LONGEST // PLANNED * PLANNED, LONGEST):
         yield Call("causal", chunk, (prefix,))
 
@@ -85,11 +77,7 @@ def calls_of(subject: Subject, field: str) -> Iterator[Call]:
 def wrong_attention(
     attend: Attend, calls: Iterable[Call], shape: LayerShape, dtype: torch.dtype
 ) -> str:
-    """Attend on torch's default device, with NaN in unused cache rows.
-
-    Returns:
-        An error message, or an empty text.
-    """
+    """Attend with NaN in unused cache rows; return an error message, if any."""
     for call in calls:
         if wrong := what_is_wrong(attend, *make_call(call, shape, dtype)):
             return f"{wrong} at {call}"
@@ -128,13 +116,9 @@ def wrong_layer(
     *,
     scheme: Scheme | None = None,
 ) -> str:
-    """Run the functions of a layer on random rows.
+    """Run the functions of a layer on random rows; return an error message, if any.
 
-    Args:
-        scheme: Scheme of weights; `fp8` and `int8` round inputs of products.
-
-    Returns:
-        An error message, or an empty text.
+    With the schemes `fp8` and `int8`, products round their inputs.
     """
     results = partial(_layer_results, num_rows, shape, dtype)
     exact = dict(results(TORCH, torch.float32))
@@ -153,7 +137,6 @@ def _layer_results(
     kernels: LayerKernels,
     computed_in: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield results and writes of the kernels by name, for the same random inputs each time."""
     torch.manual_seed(num_rows)
 
     def draw(*size: int) -> Tensor:
@@ -179,7 +162,6 @@ def _layer_results(
 
 
 def _wrong_rounding(kernels: LayerKernels, num_rows: int, shape: LayerShape) -> str:
-    """Check a product with fp8 weights in torchao's layout."""
     fp8 = torch.float8_e4m3fn
     x = torch.randn(num_rows, shape.intermediate_size).bfloat16()
     weight = torch.randn(shape.hidden_size, shape.intermediate_size).to(fp8)
@@ -192,7 +174,6 @@ def _wrong_rounding(kernels: LayerKernels, num_rows: int, shape: LayerShape) -> 
 
 
 def _wrong_integers(kernels: LayerKernels, num_rows: int, shape: LayerShape) -> str:
-    """Check a product in int8."""
     weight = torch.randn(shape.hidden_size, shape.intermediate_size).bfloat16()
     rounded = RoundedLinear(linear(weight), shape.intermediate_size)
     x = torch.randn(num_rows, shape.intermediate_size).bfloat16()
@@ -201,7 +182,7 @@ def _wrong_integers(kernels: LayerKernels, num_rows: int, shape: LayerShape) -> 
 
 @torch.inference_mode()
 def times_of(subject: Subject, kernels: Kernels) -> Iterator[str]:
-    """Yield lines, for people, with milliseconds of attention by kernels and by torch."""
+    """Yield lines with milliseconds of attention by kernels and by torch."""
     device = torch.device(subject.device)
     sides = {"ours": kernels.attend(device), "torch": Kernels().attend(device)}
     for call in (*calls_of(subject, "prompts"), *calls_of(subject, "steps")):

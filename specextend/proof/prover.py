@@ -1,7 +1,7 @@
 """The proof of a node's kernels: separate processes prove the candidates until each has a verdict.
 
-A kernel that crashes or hangs is the only loss. A node proves once, under a lock, and keeps
-verdicts until a driver, library, compiler, shape or our code changes.
+So a crash or a hang costs only its kernel. A node proves once, under a lock, and keeps verdicts
+until a driver, library, compiler, shape or our code changes.
 """
 
 import json
@@ -91,7 +91,7 @@ def prove(
     candidates: Sequence[Candidate],
     known: Sequence[Trial] = (),
 ) -> list[Trial]:
-    """Return the verdict on each candidate, given those on the first ones."""
+    """Return the verdict on each candidate; the first ones are `known`."""
     trials = [*known]
     while len(trials) < len(candidates):
         task = {
@@ -104,10 +104,9 @@ def prove(
 
 
 def run_apart(task: ReadOnly) -> list[Trial]:
-    """Run a task in a separate process.
+    """Run a task in a separate process; return its verdicts.
 
-    Returns:
-        Its verdicts, and a verdict on a candidate at which it died or hung.
+    A candidate at which it died or hung gets a verdict too.
     """
     with temporary_folder() as folder:
         out = Path(folder, "verdicts.jsonl")

@@ -31,16 +31,10 @@ class Kernels:
     steps: str = "sdpa"
     """Backend of trees, single tokens, and a draft's reading after a step."""
     layers: str = "sdpa"
-    """Backend of the `LayerKernels`."""
     graphs: bool = False
-    """Whether steps are captured and replayed."""
 
     def attend(self, device: torch.device) -> Attend:
-        """Return the attention backend.
-
-        Raises:
-            ValueError: The backend does not run on the device.
-        """
+        """Return the attention backend. Raises ValueError if it cannot run on the device."""
         prompts: Attend
         steps: Attend
         prompts, steps = (_named(each, load_backend, device) for each in (self.prompts, self.steps))
@@ -58,11 +52,7 @@ class Kernels:
         return chosen
 
     def of_layers(self, device: torch.device) -> LayerKernels:
-        """Return the kernels of layers.
-
-        Raises:
-            ValueError: The backend does not run on the device.
-        """
+        """Return the kernels of layers. Raises ValueError if they cannot run on the device."""
         found: LayerKernels = _named(self.layers, load_layer_kernels, device)
         return found
 
@@ -80,7 +70,6 @@ class Candidate:
 
     name: str
     field: Literal["prompts", "steps", "layers", "graphs"]
-    """Field of `Kernels`."""
     value: str | bool
 
     def among(self, kernels: Kernels) -> Kernels:
@@ -97,8 +86,8 @@ GRAPHS = Candidate(name="captured steps", field="graphs", value=True)
 
 
 def candidates_for(capability: tuple[int, int] | None) -> tuple[Candidate, ...]:
-    """Return the candidates of a compute capability in order; captured steps run all others and
-    come last.
+    """Return the candidates of a compute capability; captured steps run all others and come
+    last.
     """
     if capability is None or capability < AMPERE:
         return ()
@@ -136,10 +125,8 @@ class Subject:
     chunk: int
     """Tokens of a prompt's forward."""
     quantize: Scheme | None = None
-    """Storage of the target's weights."""
 
     def __post_init__(self) -> None:
-        """Convert shapes from JSON."""
         shapes = (
             each if isinstance(each, LayerShape) else LayerShape(**each) for each in self.layers
         )

@@ -36,7 +36,7 @@ _CACHE = CacheOptions(
     chunk_size=8, top_k_chunks=8, recent=16, refresh_every=3, score_layers=(-1, 2)
 )
 _OTHER = 0.02
-"""Standard deviations between weights of draft and target, so that some guesses are wrong."""
+"""Standard deviations between weights of draft and target: some guesses are wrong."""
 _LENGTHS = ((1, 24), (63, 8), (300, 20), (17, 33)) * 2
 """Prompt tokens and new tokens of requests after the longest."""
 _BATCHES = (1, 4)
@@ -49,14 +49,11 @@ Trees = Counter[tuple[tuple[float, ...], ...]]
 def wrong_steps(
     subject: Subject, kernels: Kernels, capture: Capture, requests: Sequence[Request]
 ) -> str:
-    """Decode with captured steps, singly and in a batch.
+    """Decode with captured steps; return an error message, if any.
 
     Tokens must equal plain decoding in plain torch, and trees must equal eager steps: drafts that
     read wrong rows change no token. Requests join as others end, so steps are replayed at other
     lengths and places.
-
-    Returns:
-        An error message, or an empty text.
     """
     pair = TinyPair(subject)
     reference = Kernels(prompts="reference", steps="reference")
@@ -112,7 +109,6 @@ class TinyPair:
     vocabulary: ClassVar[int] = 500
 
     def __init__(self, subject: Subject):
-        """Make the weights."""
         self._subject, self._device = subject, torch.device(subject.device)
         self._target = random_model(
             _SHAPE,
@@ -137,8 +133,7 @@ class TinyPair:
     ) -> dict[str, Completion]:
         """Decode the same requests in batches of at most `batch`; return results by name.
 
-        Args:
-            trees: Counter of proposed trees, which waits for the device.
+        `trees` counts proposed trees, which waits for the device.
         """
         subject = self._subject
         tree = TreeOptions(nodes=subject.num_drafts, depth=subject.depth)
@@ -177,7 +172,7 @@ class _NotingDrafter(CausalDrafter):
     trees: Trees | None
 
     def propose(self, slots: Sequence[int], num_drafts: int | None = None) -> DraftTrees:
-        """Grow trees as `CausalDrafter`."""
+        """Grow trees, and count them."""
         proposed = super().propose(slots, num_drafts)
         if self.trees is not None:
             self.trees.update(

@@ -48,13 +48,12 @@ BF16_WIDENED, BF16_PAIRS, BF16_WEIGHTS, BF16_VALUES = (
     types.int32,
     types.int16,
 )
-"""Layouts of units. They are numba types only because compiled code is specialised by type."""
+"""Layouts; numba types only because compiled code is specialised by type."""
 BLOCK = 64
-"""Keys of a block: four vectors of scores."""
 TILE = 6
 """Rows of a tile; with four vectors of columns, sums fill the 32 registers of AVX-512."""
 MOST_ROWS = tiles.ROWS
-"""Most rows of a product, reached by matrix tiles."""
+"""Rows of a product with matrix tiles."""
 WIDTHS = [4] * MOST_ROWS if REGISTER_LANES == LANES else [4, 2, 1, 1, 1, 1]
 """Vectors of columns that registers hold in a product of 1, 2, ... rows."""
 AHEAD = 4096 if vir.HAS_BF16 else 2048
@@ -64,7 +63,6 @@ MARGIN = 8.0
 LEAST = 2.0**-100
 """Lower bound of a group's largest number, with a finite inverse."""
 HEADER = 2 * VECTOR_BYTES
-"""Bytes of a row's state before its sum of values."""
 
 
 GROUP = 64
@@ -76,12 +74,10 @@ because a row's bytes are 128 too large.
 
 
 def units_of(element):
-    """Return the columns of a unit."""
     return 2 if element == BF16_PAIRS else 1
 
 
 def load_units(b, element, where):
-    """Read 16 units of a tensor."""
     if element != BF16_WIDENED:
         return load(b, where, UNITS)
     halves = b.zext(load(b, where, ir.VectorType(vir.I16, LANES), 2), UNITS)
@@ -89,19 +85,16 @@ def load_units(b, element, where):
 
 
 def is_tiled(element):
-    """Return True if matrix tiles multiply."""
     return tiles.HAS_TILES and element == BF16_PAIRS
 
 
 @emitted(types.int64)
 def tile_rows(b, element):
-    """Return the most rows of a product."""
     return number(MOST_ROWS if is_tiled(element) else TILE)
 
 
 @emitted(types.int64)
 def unit_columns(b, element):
-    """Return the columns of a unit."""
     return number(units_of(element))
 
 
@@ -118,7 +111,6 @@ def add_to(b, counter, amount):
 
 
 def emit_copy(b, element, source, num_vectors, target):
-    """Copy a row of a tensor as units."""
     size = VECTOR_BYTES // 2 if element == BF16_WIDENED else VECTOR_BYTES
 
     def body(i):
@@ -132,7 +124,6 @@ copy_row = emitted()(emit_copy)
 
 
 def smaller(b, x, y):
-    """Return the smaller count."""
     return b.select(b.icmp_signed("<", x, y), x, y)
 
 
@@ -173,7 +164,6 @@ def lay_keys(b, element, keys, stride, num_keys, head_dim, target):
 
 @emitted()
 def lay_values(b, element, values, stride, num_keys, num_vectors, target):
-    """Copy a block of rows as units of one or two keys, repeating the last row."""
     width = times(b, num_vectors, VECTOR_BYTES)
 
     def copy(row):
@@ -203,7 +193,6 @@ def lay_values(b, element, values, stride, num_keys, num_vectors, target):
 
 
 def emit_num_units(b, element, num_keys):
-    """Emit the units of a column of keys, rounded up to whole matrix tiles."""
     if units_of(element) == 1:
         return num_keys
     step = tiles.PAIRS if is_tiled(element) else 1
@@ -214,7 +203,6 @@ num_units = emitted(types.int64)(emit_num_units)
 
 
 def emit_pairs(b, first, second, count, target):
-    """Interleave two rows of bf16, 32 columns at a time."""
     halves = ir.VectorType(vir.I16, 2 * LANES)
     low = vir.units([lane for i in range(LANES) for lane in (i, i + 2 * LANES)])
     high = vir.units([lane for i in range(LANES, 2 * LANES) for lane in (i, i + 2 * LANES)])
@@ -230,25 +218,21 @@ def emit_pairs(b, first, second, count, target):
 
 @emitted(types.voidptr)
 def pointer(b, where):
-    """Turn an address into a pointer."""
     return vir.pointer_to(b, where)
 
 
 @numba.njit
 def integers(where, shape):
-    """Return the int64 array at an address."""
     return numba.carray(pointer(where), shape, np.int64)
 
 
 @numba.njit
 def numbers(where, shape):
-    """Return the fp32 array at an address."""
     return numba.carray(pointer(where), shape, np.float32)
 
 
 @numba.njit
 def place_key(element, key, head_dim, keys, column):
-    """Copy a row to a column of a block of keys."""
     units = head_dim // unit_columns(element)
     target = numba.carray(pointer(keys), (units, BLOCK), np.uint32)
     source = numba.carray(pointer(key), units, np.uint32)
@@ -271,8 +255,6 @@ def place_value(element, value, head_dim, values, row):
 
 @emitted()
 def fetch(b, source, stride, num_rows, num_lines):
-    """Prefetch some rows, which may lie outside the tensor."""
-
     def fetch_row(row):
         start = address(b, source, b.mul(row, stride))
 
@@ -288,7 +270,6 @@ def emit_product(
     b, element, rows, width, left, left_stride, right, right_stride,
     right_column, depth, sums, sums_stride, accumulate, ahead,
 ):  # fmt: skip
-    """Emit the product of a tile with all sums in registers."""
     starts = [address(b, left, b.mul(left_stride, number(row))) for row in range(rows)]
     places = [
         address(b, sums, b.mul(sums_stride, number(row)), VECTOR_BYTES * column)
@@ -301,7 +282,6 @@ def emit_product(
 
 
 def emit_sums(b, element, starts, columns, right_stride, depth, places, accumulate, ahead):
-    """Emit sums of bf16 or fp32 products."""
     keep = b.icmp_signed("!=", accumulate, number(0))
     carried = [b.select(keep, load(b, place), vir.floats(0.0)) for place in places]
     sums = emit_units(b, element, starts, columns, right_stride, depth, carried, ahead)
@@ -310,8 +290,6 @@ def emit_sums(b, element, starts, columns, right_stride, depth, places, accumula
 
 
 def emit_groups(b, element, starts, columns, right_stride, depth, places, accumulate, ahead):
-    """Emit integer sums of groups, scaled and added up."""
-
     def add_group(group):
         first = times(b, group, GROUP_UNITS)
         scales = [nth(b, start, first, 4) for start in starts]
@@ -331,7 +309,6 @@ def emit_groups(b, element, starts, columns, right_stride, depth, places, accumu
 
 
 def emit_units(b, element, starts, columns, right_stride, depth, carried, ahead):
-    """Emit the product of rows and vectors of columns, added to `carried`."""
     numbers = 2 if element == BF16_WEIGHTS else 1
     kind = BF16_WIDENED if element == BF16_VALUES else BF16_PAIRS
     distance = 2 * AHEAD if element == INT8 else AHEAD
@@ -397,7 +374,6 @@ def round_row(b, x, num_groups, out):
 
 
 def widened(b, pairs):
-    """Split pairs of bf16 into two vectors of fp32 units."""
     count = pairs.type.count
     return b.shl(pairs, vir.units([16] * count)), b.and_(pairs, vir.units([-(1 << 16)] * count))
 
@@ -408,8 +384,7 @@ def product(
     right_stride, right_column, depth, sums, sums_stride, accumulate,
     ahead,
 ):  # fmt: skip
-    """Multiply left [rows, depth] units by right [depth, width] vectors of units; add to or replace
-    sums.
+    """Multiply left [rows, depth] units by right [depth, width] vectors of units into `sums`.
 
     Matrix tiles always read and write `MOST_ROWS` rows, and prefetch a later product from `ahead`.
     Otherwise `AHEAD` bytes are prefetched unless `ahead` is 0.
@@ -466,7 +441,6 @@ def joined(b, vectors, join):
 
 
 def add(b, x, y):
-    """Return the sum of two values."""
     return b.fadd(x, y)
 
 
@@ -476,7 +450,7 @@ def finite(b, x):
 
 
 def emit_weighing(b, element, scores, state, num_vectors, factor, margin):
-    """Emit the weights of a row and add them to its sum, rescaling beyond the margin."""
+    """Emit a row's weights and add them to its sum, rescaling beyond the margin."""
     values = [load(b, address(b, scores, 4 * first)) for first in range(0, BLOCK, LANES)]
     peak = joined(b, values, vir.larger)
     old = load(b, state)
@@ -506,7 +480,7 @@ def weigh(
     b, element, num_rows, scores, states, num_vectors, scale: float,
     weights,
 ):  # fmt: skip
-    """Turn a tile's scores into weights, and rescale rows if scores have grown.
+    """Turn a tile's scores into weights; rescale rows if scores have grown.
 
     `scale` is the factor of scores times log2(e). Rows after the tile get weights of 0.
     """
@@ -540,7 +514,6 @@ def weigh(
 
 @emitted()
 def clear(b, state, num_vectors):
-    """Reset a row's state."""
     store(b, vir.floats(-math.inf), state)
 
     def body(i):
@@ -590,5 +563,4 @@ def finish(b, element, state, num_vectors, out):
 
 @emitted(types.int64)
 def element_size(b, element):
-    """Return the bytes of a tensor's element."""
     return number(4 if element == FP32 else 2)

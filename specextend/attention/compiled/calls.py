@@ -4,15 +4,9 @@ head.
 A call fills records with addresses, strides and counts, and starts torch's threads. They take items
 of attention (`items`), linear layers (`products`) or whole layers (`phases`).
 
-Results are bitwise independent of other queries and of the number of threads. A tree node's result
+Results are bitwise independent of other rows and of the number of threads. A tree node's result
 equals plain decoding of its path: each query has a copy of the last blocks of keys, with the rows
 of its mask after the prefix, parents first.
-
-Import this module only where numba (extra `cpu`) is installed.
-
-Shapes: `B` sequences, `T` queries or new rows of each, `R` rows in all, `M` masked keys, `S` cache
-rows, `L` layers, `H` query heads, `K` key heads, `D` head size, `C` hidden size, `I` inputs, `O`
-outputs.
 """
 
 import ctypes
@@ -32,16 +26,14 @@ from specextend.attention.compiled.products import BLOCK
 from specextend.attention.plan import AttentionPlan, KeySpan
 
 ROWS, MOST_ROWS = (192, 768) if tiles.HAS_TILES else (96, 96)
-"""Rows of an attention item, and their limit if there are many; larger items lay out keys less
-often.
-"""
+"""Rows of an attention item, usually and at most; larger items lay out keys less often."""
 ITEMS_PER_WORKER = 4
 """Items per worker that balance threads without dividing keys."""
 ELEMENTS = {torch.float32: blocks.FP32, torch.bfloat16: items.BF16}
 
 
 def can_make(kernel: Callable[..., Any], *element: object) -> bool:
-    """Compile a kernel or load it from disk; return False if numba cannot make it here."""
+    """Compile a kernel or load it from disk; return False if numba cannot."""
     try:
         kernel(*element)
     except (NumbaError, OSError, RuntimeError):
@@ -50,7 +42,7 @@ def can_make(kernel: Callable[..., Any], *element: object) -> bool:
 
 
 def serves(head_dim: int, dtype: torch.dtype) -> bool:
-    """Return True if the kernel takes heads of `head_dim` elements of `dtype`."""
+    """Return True if the kernel takes such heads."""
     return dtype in ELEMENTS and head_dim % (16 if dtype == torch.float32 else 32) == 0
 
 
@@ -59,8 +51,8 @@ def attend_compiled(
 ) -> tuple[Tensor, Tensor]:
     """Attend on the CPU with q [B, T, H, D] to the span's rows of k, v [K, S, D].
 
-    Prompt chunks need a single call. The first call of a process loads the kernel from numba's
-    cache, or compiles it for some seconds.
+    The first call of a process loads the kernel from numba's cache, or compiles it for some
+    seconds.
 
     Returns:
         out [B, T, H, D] in q's dtype and lse [B, T, H] fp32; 0 and -inf for queries without keys.
@@ -119,7 +111,6 @@ def _describe(
 
 
 def _fill(record: Any, **values: Any) -> None:
-    """Set fields of one or more records; tensors become addresses."""
     for name, value in values.items():
         record[name] = value.data_ptr() if isinstance(value, Tensor) else value
 
@@ -142,7 +133,7 @@ def _rounded_rows(num_rows: int, *calls: Any) -> Tensor:
 
 
 def empty_rows(x: Tensor, num_rows: int, width: int) -> Tensor:
-    """Return uninitialised rows [num_rows, width] in whole tiles of memory."""
+    """Return uninitialised rows [num_rows, width] in whole tiles."""
     return x.new_empty(-(-num_rows // tiles.ROWS) * tiles.ROWS, width)[:num_rows]
 
 
@@ -158,8 +149,7 @@ def _place(record: Any, *names: str) -> int:
 class Linear:
     """The call of a product, which is copied for each use.
 
-    It is copied as numbers: numpy copies and fills records by field, which takes as long as a small
-    product.
+    It is copied as numbers: numpy copies records by field, which takes as long as a small product.
     """
 
     _CALL = phases.LAYER.itemsize // 8
@@ -172,7 +162,6 @@ class Linear:
     )
 
     def __init__(self, product: Any):
-        """Take a record of `product_of`."""
         layer = np.zeros(1, phases.LAYER)
         layer["down_proj"] = product
         call = np.zeros(1, phases.RECORD)
@@ -182,7 +171,7 @@ class Linear:
         self._rounded_bytes = 4 * int(product["num_units"] * product["is_int8"])
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Multiply x [..., I] in bf16 by the weight on torch's threads; return [..., O]."""
+        """Multiply x [..., I] in bf16 by the weight; return [..., O]."""
         num_rows = x.numel() // x.shape[-1]
         given = x.contiguous()
         if tiles.HAS_TILES and num_rows % tiles.ROWS:
@@ -205,7 +194,6 @@ class Linear:
 
 
 def _run_phases(call: Any, layers: Any, first: int, end: int) -> None:
-    """Run the phases of a call from kind `first` up to `end`."""
     own = call[0]["own"]
     num_levels = int(own["num_levels"])
     counters, workspace, num_shares = _working_memory(int(own["num_rows"]), len(layers), num_levels)
@@ -231,7 +219,6 @@ class Decoder:
     """The layers of a model, by address."""
 
     def __init__(self, layers: Sequence[Any], scale: float):
-        """Take `decoding.layers.FusedLayer`s with compiled products."""
         self._kept = layers
         self._scale = scale
         calls = np.zeros(len(layers), phases.LAYER)
@@ -271,8 +258,7 @@ class Decoder:
             kept: Layers whose outputs are returned.
 
         Returns:
-            The output [R, C], or [B, C] for the last rows if the plan has `ends_only`; and outputs
-            of the kept layers.
+            The output [R, C], or [B, C] for `plan.ends_only`, and outputs of the kept layers.
         """
         call = np.zeros(1, phases.RECORD)
         own = call[0]["own"]
@@ -307,10 +293,9 @@ class Decoder:
         keep: Collection[int] = (),
         queries: Tensor | None = None,
     ) -> dict[int, Tensor]:
-        """Run phases of a call for the last layers.
+        """Run phases of a call for the last layers; return queries [B, T, H, D] by layer.
 
         Args:
-            call: Record of the call.
             kinds: First kind of phase, and the phase after the last.
             x: Inputs [R, C].
             outputs: Output of each layer.
@@ -318,9 +303,6 @@ class Decoder:
             stored: Cache of the layers.
             keep: Layers whose queries are returned.
             queries: Queries of a layer that begins with attention.
-
-        Returns:
-            Queries [B, T, H, D] by layer.
         """
         calls = self._calls[-len(outputs) :].copy()
         num_keys, _, head_dim = stored.shape[2:]
@@ -379,7 +361,6 @@ class Head:
             embedding: Embedding of the target.
             vocabulary: Token ids that the head proposes.
             angles: Cosines and sines [2, positions, D]; the first half of sines is negative.
-            eps: Epsilon of the norms.
             num_copied: Copy heads.
         """
         self._kept = linears, norms, embedding, angles
@@ -456,7 +437,7 @@ class Head:
 
 
 def _scratch(num_rows: int, num_best: int) -> dict[str, Tensor]:
-    """Return what a tree's rows write while it grows, by field of the record."""
+    """Return memory for a tree's rows while it grows, by field of the record."""
     whole = partial(torch.zeros, num_rows, dtype=torch.int64)
     return {
         "tree_rows": whole(8),
@@ -491,12 +472,10 @@ def _thread_pool() -> Any:
 
 
 def num_workers() -> int:
-    """Return the number of threads of a call."""
     return torch.get_num_threads() if _thread_pool() else 1
 
 
 def _run_on_all(entry: Any, address: int) -> None:
-    """Call numba's `entry` with a record's address on each worker thread."""
     record = ctypes.c_void_p(address)
     if (threads := num_workers()) == 1:
         entry.ctypes(record)

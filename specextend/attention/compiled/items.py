@@ -20,7 +20,6 @@ from specextend.attention.compiled.vectors import LANES, VECTOR_BYTES
 SPLIT = 512
 """Keys of a split, a multiple of BLOCK."""
 BF16 = blocks.BF16_PAIRS if vir.HAS_BF16 else blocks.BF16_WIDENED
-"""Layout of bf16."""
 
 LN_2 = math.log(2)
 
@@ -58,16 +57,12 @@ class KernelCall(NamedTuple):
     num_queries: int
     num_key_heads: int
     group: int
-    """Query heads of a key head."""
     head_dim: int
     rows: int
-    """Most rows of an item."""
     num_parts: int
-    """Items that divide the keys of some rows: splits of the longest sequence, or 1."""
+    """Items per row block: splits of the longest sequence, or 1."""
     workspace: int
-    """Scratch memory of workers."""
     parts: int
-    """States of parts."""
     scale: float
     counters: int
     """int64, initially 0: workers, items begun, and parts done of each item."""
@@ -147,13 +142,12 @@ scratch_of = numba.njit(divide)
 
 @numba.njit
 def state_of(call, states, row):
-    """Return the address of a row's state."""
     return states + row * (HEADER + 4 * call.head_dim)
 
 
 @numba.njit
 def num_visible(call, item, row):
-    """Return the number of keys up to the last visible to a row, apart from trees."""
+    """Return the keys up to the last visible to a row, apart from trees."""
     if call.causal == 0:
         return item.length
     return item.length - call.num_queries + (item.first_row + row) // call.group + 1
@@ -161,13 +155,11 @@ def num_visible(call, item, row):
 
 @numba.njit
 def first_visible(call, item, row):
-    """Return the first key visible to a row."""
     return max(0, num_visible(call, item, row) - call.window) if call.window > 0 else 0
 
 
 @numba.njit
 def multiply(element, rows, width, left, right, depth, sums, accumulate, ahead):
-    """Multiply a tile left [rows, depth] by right [depth, width vectors]; see `blocks.product`."""
     first = 0
     while first < width:
         many = min(_WIDTHS[rows - 1], width - first)
@@ -181,7 +173,7 @@ def multiply(element, rows, width, left, right, depth, sums, accumulate, ahead):
 
 @numba.njit
 def hide(call, item, scores, block, row, num_rows, seen):
-    """Hide scores from a tile's rows; each row sees at most `seen` keys of the block."""
+    """Hide scores from a tile's rows; each sees at most `seen` keys."""
     starts_before = first_visible(call, item, row + num_rows - 1) <= block
     if starts_before and min(seen, num_visible(call, item, row) - block) == BLOCK:
         return
@@ -203,13 +195,12 @@ def takes_values_as_they_are(element, item, block):
 
 @numba.njit
 def values_of(call, item, block):
-    """Return the address of a block's values."""
     return call.v + item.key_head * call.head + (item.start + block) * call.row
 
 
 @inlined
 def attend_tile(element, call, item, scratch, states, block, row, num_rows, seen):
-    """Attend with a tile of rows to at most `seen` keys of the block in scratch memory."""
+    """Attend with a tile of rows to at most `seen` keys of the block."""
     columns = blocks.unit_columns(element)
     head_bytes = 4 * call.head_dim
     queries = Matrix(scratch.queries + row * head_bytes // columns, head_bytes // columns)
@@ -247,8 +238,7 @@ def attend_tile(element, call, item, scratch, states, block, row, num_rows, seen
 def place_own(element, call, item, scratch, block, row):
     """Place the masked keys and values that a row's query sees as if there were no others.
 
-    So a tree node attends to its path in the order of plain decoding. Returns how many keys of the
-    block the query sees.
+    So a tree node attends to its path in the order of plain decoding. Return the visible keys.
     """
     query = item.sequence * call.num_queries + (item.first_row + row) // call.group
     mask = numba.carray(
@@ -308,7 +298,6 @@ def attend_split(element, call, item, scratch, states, first, last):
 
 @numba.njit
 def lay_queries(element, call, item, scratch):
-    """Copy an item's rows."""
     depth = call.head_dim // blocks.unit_columns(element)
     for row in range(item.num_rows):
         token, head = divmod(item.first_row + row, call.group)
@@ -319,7 +308,6 @@ def lay_queries(element, call, item, scratch):
 
 @numba.njit
 def write_results(element, call, item, totals):
-    """Write the output and the LSE of an item's rows."""
     for row in range(item.num_rows):
         token, head = divmod(item.first_row + row, call.group)
         place = (item.sequence * call.num_queries + token) * call.num_key_heads * call.group
@@ -335,7 +323,6 @@ def write_results(element, call, item, totals):
 
 @numba.njit
 def find_item(call, number):
-    """Return the rows of an item by its number, apart from parts."""
     rest, key_head = divmod(number, call.num_key_heads)
     sequence, row_block = divmod(rest, num_row_blocks(call))
     first_row = row_block * call.rows
@@ -350,7 +337,7 @@ def find_item(call, number):
 
 @inlined
 def run_item(element, call, scratch, number):
-    """Attend with some rows to one part or to all keys; the last worker adds the parts."""
+    """Attend to a part or to all keys; the last worker adds the parts."""
     which, part = divmod(number, call.num_parts)
     item = find_item(call, which)
     lay_queries(element, call, item, scratch)
@@ -379,7 +366,6 @@ def run_item(element, call, scratch, number):
 
 @numba.njit
 def add_up(call, item, totals, states):
-    """Add the states of an item's rows over a split to their totals."""
     for row in range(item.num_rows):
         total = state_of(call, totals, row)
         state = state_of(call, states, row)
@@ -388,19 +374,16 @@ def add_up(call, item, totals, states):
 
 @numba.njit
 def num_row_blocks(call):
-    """Return the items of a key head, apart from parts."""
     return (call.num_queries * call.group + call.rows - 1) // call.rows
 
 
 @numba.njit
 def num_items(call):
-    """Return the items of a call."""
     return call.num_sequences * call.num_key_heads * num_row_blocks(call) * call.num_parts
 
 
 @numba.njit
 def memory_of(call, worker):
-    """Return the memory of a worker."""
     rows = memory_rows(call.rows)
     size = scratch_of(call.head_dim, rows, 0).end
     return scratch_of(call.head_dim, rows, call.workspace + worker * size)
@@ -420,9 +403,6 @@ def work(element, call):
 
 @cache
 def kernel(element):
-    """Compile `work` for a layout, or load it from numba's cache: a function of a `RECORD`'s
-    address.
-    """
     version = (element(0), vir.VERSION)
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)

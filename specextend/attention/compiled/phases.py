@@ -1,16 +1,12 @@
 """The phases of a call: the layers of a model, and the steps around the layer of an EAGLE head.
 
 A *phase*, such as a product or attention, is a number of items. Workers take items until none is
-left, and wait until all are done. A single worker prepares a level of phases and counts their
-items.
+left, and wait until all are done. A single worker prepares a level of phases.
 
 A tree grows level by level: the likeliest children join the pool of nodes, and the new nodes among
 the best so far are the rows of the next level (`decoding.tree.grow_trees`).
 
-Results of a row are bitwise independent of other rows and of the number of threads.
-
-Shapes: `B` sequences, `R` rows, `C` hidden size, `V` tokens that the head proposes, `D` head size,
-`P` nodes of a pool.
+More shapes: `V` tokens that the head proposes, `P` nodes of a pool.
 """
 
 import math
@@ -48,7 +44,6 @@ PREPARE, EMBED, FUSE, COPY, INPUT_NORM, QKV, ROTATE, ATTEND, ROUND_MIXED = range
 O_PROJ, POST_NORM, GATE_UP, ROUND_GATED, DOWN_PROJ, NORM, LOGITS, RANK, NUM_KINDS = range(9, 18)
 """Kinds of phases; INPUT_NORM to DOWN_PROJ repeat for each layer."""
 NUM_OF_LAYER = NORM - INPUT_NORM
-"""Phases of a layer."""
 LINE = 64
 """Bytes of a cache line; each counter has a separate line."""
 TOKEN, PARENT, DEPTH, PLACE, IS_BEST, ROW = range(6)
@@ -58,15 +53,12 @@ SOURCE, NODE, CURSOR, READ = range(4)
 START, VISIBLE, COUNT = range(3)
 """Columns of sequences: first cache row, visible rows after reading, number of decided tokens."""
 BEFORE = 3
-"""Tokens before the decided ones."""
 NEVER = -1e4
-"""Lower bound of a path's log probability, also used for NaN."""
+"""Lower bound of a path's log probability, also for NaN."""
 ROWS = 4
-"""Rows of an item between products."""
 SPINS = 2000
-"""Polls of a counter, some tens of microseconds, before a waiting worker yields its processor."""
+"""Polls of a counter, some tens of microseconds, before a worker yields its processor."""
 PRODUCTS = (FUSE, COPY, QKV, O_PROJ, GATE_UP, DOWN_PROJ, LOGITS)
-"""Kinds that are products."""
 OF_LAYER = ("qkv", "o_proj", "gate_up", "down_proj")
 OTHERS = ("fuse", "copy", "lm_head")
 """Products of a layer, and all others."""
@@ -97,20 +89,17 @@ class Call(NamedTuple):
     """Values shared by phases, tensors by address, and sizes."""
 
     first: int
-    """First kind with items."""
     end: int
     """Phase after the last with items."""
     layers: int
-    """`LAYER` records."""
     num_layers: int
     workspace: int
-    """Memory of workers for products."""
     counters: int
     """int64, initially 0: workers; for each phase, items begun by share, items done, number of
     items.
     """
     num_shares: int
-    """Shares of a phase's items. A worker starts with its share, with rows still in its cache."""
+    """Shares of a phase's items; a worker starts with the rows in its cache."""
     num_rows: int
     cos: int
     """[positions, D], as `sin`; the first half of sines is negative."""
@@ -118,7 +107,6 @@ class Call(NamedTuple):
     positions: int
     """[R] int64"""
     cache_rows: int
-    """[R] int64 rows to write."""
     copied: int
     """[R, heads, D] queries, keys and values to copy."""
     num_copied: int
@@ -161,7 +149,7 @@ class Call(NamedTuple):
     least_gain: float
     """Expected tokens that a level must add, as a mean of sequences."""
     expected: float
-    """Sum of path probabilities of the best nodes so far."""
+    """Probability of the best nodes so far."""
     eps: float
 
 
@@ -175,12 +163,10 @@ RECORD = np.dtype(
 
 @emitted(types.CPointer(numba.from_dtype(LAYER)))
 def layers_at(b, where):
-    """Turn an address into a pointer to layers."""
     return vir.pointer_to(b, where)
 
 
 def load_wide(b, where):
-    """Read 16 numbers of bf16 as fp32."""
     return b.bitcast(load_units(b, blocks.BF16_WIDENED, where), FLOATS)
 
 
@@ -231,7 +217,6 @@ def look_at(b, counter):
 
 @emitted()
 def give_way(b):
-    """Yield the processor to another thread."""
     vir.call(b, vir.I32, "sched_yield")
 
 
@@ -247,7 +232,6 @@ def wait_for(counter, count):
 
 @numba.njit
 def normalise_rows(source, weight, width, eps, out, first, end):
-    """Write the norm of an item's rows of `width` numbers."""
     for row in range(first, end):
         place = row * width * 2
         normalise(source + place, weight, width // LANES, eps, out + place)
@@ -255,7 +239,7 @@ def normalise_rows(source, weight, width, eps, out, first, end):
 
 @numba.njit
 def rotate_rows(own, layer, first, end):
-    """Apply RoPE to an item's rows, write keys and values to the cache, and copy `own.copied`."""
+    """Apply RoPE to an item's rows, write keys and values, and copy `own.copied`."""
     call = layer.attention
     norms = layer.own
     head_bytes = 2 * call.head_dim
@@ -294,7 +278,6 @@ def rotate_rows(own, layer, first, end):
 
 @numba.njit
 def rows_of(own):
-    """Return the rows [R, 8] of a level."""
     return integers(own.tree_rows, (own.num_rows, 8))
 
 
@@ -321,21 +304,20 @@ def log_sum(b, logits, num_vectors):
 
 @emitted(types.int64)
 def lanes_above(b, logits, least: float):
-    """Return a bit mask of the lanes, out of 16 in bf16, above `least`."""
+    """Return a bit mask of the 16 lanes in bf16 above `least`."""
     above = b.fcmp_ordered(">", load_wide(b, logits), vir.splat(b, least))
     return b.zext(b.bitcast(above, vir.I16), vir.I64)
 
 
 @emitted(types.float32)
 def number_at(b, logits):
-    """Read a number in bf16."""
     bits = b.shl(b.zext(vir.load(b, logits, vir.I16, 2), vir.I32), ir.Constant(vir.I32, 16))
     return b.bitcast(bits, vir.F32)
 
 
 @numba.njit
 def rank_row(call, row):
-    """Find the likeliest children of a row, best first, and their log probabilities."""
+    """Find the likeliest children of a row, best first."""
     own = call.own
     if rows_of(own)[row, CURSOR] != 0:
         return  # it has no children
@@ -367,7 +349,7 @@ def rank_row(call, row):
 
 @numba.njit
 def add_children(own, sequence, pool, log_probs, count):
-    """Append the `count` likeliest children of a sequence's rows to its pool."""
+    """Append the `count` likeliest children to a sequence's pool."""
     rows = rows_of(own)
     width = own.num_rows // own.num_sequences
     tokens = integers(own.best_tokens, (own.num_rows, own.num_best))
@@ -393,9 +375,7 @@ def add_children(own, sequence, pool, log_probs, count):
 
 @numba.njit
 def mark_best(pool, log_probs, count, most):
-    """Mark the `most` likeliest of `count` nodes, earlier ones first; return their total
-    probability.
-    """
+    """Mark the `most` likeliest of `count` nodes, earlier ones first; return their probability."""
     pool[:count, IS_BEST] = 0
     total = 0.0
     for _ in range(min(most, count)):
@@ -410,7 +390,6 @@ def mark_best(pool, log_probs, count, most):
 
 @numba.njit
 def pool_of(own, sequence):
-    """Return the nodes [P, 6] and log probabilities [P] of a sequence."""
     place = sequence * own.most_pooled
     pool = integers(own.pool + 8 * 6 * place, (own.most_pooled, 6))
     return pool, numbers(own.log_probs + 4 * place, own.most_pooled)
@@ -490,7 +469,6 @@ def describe_rows(own, attention, level):
 
 @numba.njit
 def add_level(own, level):
-    """Append the children of the last level; return the next level's rows per sequence."""
     first = own.num_pooled
     width = 0
     expected = 0.0
@@ -528,14 +506,12 @@ def product_of(call, layer, kind):
 
 @numba.njit
 def place_of(own, phase):
-    """Return the kind and the layer of a phase."""
     layer = min(max(0, (phase - INPUT_NORM) // NUM_OF_LAYER), own.num_layers - 1)
     return phase - layer * NUM_OF_LAYER, layer
 
 
 @numba.njit
 def count_items(call, layer, kind):
-    """Return the items of a phase."""
     num_rows = call.own.num_rows
     if kind in PRODUCTS:
         return products.num_items(product_of(call, layer, kind), num_rows)
@@ -664,7 +640,7 @@ def work(element, call):
 
 @cache
 def kernel():
-    """Compile `work`, or load it from numba's cache: a function of a `RECORD`'s address."""
+    """Compile `work`, or load it from numba's cache."""
     version = (items.BF16(0), vir.VERSION)
 
     # numba's cache only checks this file

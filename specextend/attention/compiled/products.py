@@ -7,11 +7,6 @@ pairs are widened to fp32 in registers, and x beforehand.
 
 For int8, `round_rows` rounds x to bytes, with a scale for each `GROUP` inputs. Integer sums of a
 group are exact; groups are added in fp32, in order, and scaled by output.
-
-Results of a row are bitwise independent of other rows and of the number of threads. Import this
-module only where numba (extra `cpu`) is installed.
-
-Shapes: `T` rows, `I` inputs, `O` outputs.
 """
 
 from typing import NamedTuple
@@ -47,21 +42,16 @@ from specextend.attention.compiled.vectors import (
 )
 
 VECTORS = 4
-"""Vectors of outputs in a block."""
 BLOCK = VECTORS * LANES
-"""Outputs of a block."""
 ROWS = 256 if tiles.HAS_TILES else 96
 """Most rows of an item; a multiple of a tile's."""
 DEPTH = 96 if tiles.HAS_TILES else 1024 if HAS_BF16 else 256
-"""Units multiplied for all rows of an item before the next ones, limited by a core's cache."""
+"""Units multiplied at a time, limited by a core's cache."""
 BYTES_DEPTH = (1024 if REGISTER_LANES == LANES else 256) // GROUP_UNITS * GROUP_UNITS
 """Likewise for bytes, in whole groups."""
 BYTES = blocks.INT8(0)
-"""Layout of a weight in int8."""
 ELEMENT = (blocks.BF16_PAIRS if HAS_BF16 else blocks.BF16_WEIGHTS)(0)
-"""Layout of a weight in bf16."""
 _TILE = tiles.ROWS if tiles.HAS_TILES else TILE if HAS_BF16 else 5
-"""Rows of a tile."""
 _IN_COLUMNS = not HAS_BF16
 """Whether a block stores its vectors one after another, because a tile has only one."""
 PREFETCHED = 16
@@ -100,7 +90,6 @@ RECORD = np.dtype([*LinearCall.__annotations__.items()])
 
 
 def emit_output(b, i, sums, scales, bias):
-    """Emit a vector of outputs: sums times scales, plus bias."""
     return vir.fma(
         b, *(load(b, address(b, each, i * VECTOR_BYTES)) for each in (sums, scales, bias))
     )
@@ -125,7 +114,6 @@ def write_gated(
     b, gate, gate_scales, gate_bias, sums, scales, bias,
     out,
 ):  # fmt: skip
-    """Write SwiGLU of a row's outputs of two blocks as bf16."""
     for i in range(VECTORS):
         value = b.fmul(
             vir.silu(b, emit_output(b, i, gate, gate_scales, gate_bias)),
@@ -136,7 +124,6 @@ def write_gated(
 
 @numba.njit
 def multiply_rows(element, call, sums, block, first, num_rows):
-    """Multiply some rows with a block of the weight."""
     row_bytes = call.num_units * 4
     most = min(_TILE, tile_rows(element))
     is_tiled = most == tiles.ROWS
@@ -198,7 +185,6 @@ def write_rows(call, sums, block, first, num_rows):
 
 @numba.njit
 def num_items(call, num_rows):
-    """Return the items of a call."""
     return (call.num_blocks >> call.is_gated) * ((num_rows + ROWS - 1) // ROWS)
 
 
@@ -224,7 +210,6 @@ def run_item(element, call, num_all, sums, number):
 
 @numba.njit
 def round_rows(call, first, end):
-    """Round some rows of x to bytes."""
     num_groups = call.num_units // GROUP_UNITS
     for row in range(first, end):
         source = call.x + row * num_groups * 2 * GROUP

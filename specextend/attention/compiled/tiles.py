@@ -1,10 +1,8 @@
-"""Products of matrix tiles (AMX) in LLVM IR: 16 rows of bf16 times up to 64 columns, summed in
-fp32.
+"""Products of matrix tiles (AMX) in LLVM IR: 16 rows of bf16 times up to 64 columns, in fp32.
 
 A tile is a register of 16 rows of 64 bytes. An instruction adds the product of rows [16, 32] and
 columns [16 pairs, 16, 2] to sums [16, 16]: first and second numbers of pairs separately, with
-denormals as zero. Keys, values and weights lie in this layout (`blocks`). `product_of_tiles` of the
-tests is its twin in numpy.
+denormals as zero. Keys, values and weights lie in this layout (`blocks`).
 
 The operating system must allow tiles once per process, and each thread configures and releases
 them.
@@ -30,7 +28,6 @@ from specextend.attention.compiled.vectors import (
 )
 
 ROWS = 16
-"""Rows of a tile."""
 PAIRS = 16
 """Pairs of inputs in an instruction."""
 _ARCH_PRCTL = 158
@@ -50,11 +47,8 @@ def is_allowed():
 
 
 HAS_TILES = is_allowed()
-"""Whether this process multiplies with tiles."""
 INSTRUCTIONS = "AMX" if HAS_TILES else "avx512_bf16" if HAS_BF16 else "AVX2"
-"""Instructions of bf16 products."""
 OF_BYTES = "avx512_vnni" if vir.HAS_BYTES else "avx_vnni" if vir.HAS_HALF_BYTES else "AVX2"
-"""Instructions of int8 products."""
 
 
 def _instruct(b, name, *arguments):
@@ -67,7 +61,6 @@ def _tile(index):
 
 @emitted()
 def configure(b):
-    """Configure the tiles of this thread, if any."""
     if not HAS_TILES:
         return
     words = b.alloca(ir.ArrayType(I64, len(_CONFIGURATION)))
@@ -77,7 +70,6 @@ def configure(b):
 
 @emitted()
 def release(b):
-    """Release the tiles of this thread, if any."""
     if HAS_TILES:
         _instruct(b, "tilerelease")
 
@@ -86,8 +78,7 @@ def emit_product(
     b, width, left, left_stride, right, right_stride, right_column,
     depth, sums, sums_stride, accumulate, ahead,
 ):  # fmt: skip
-    """Emit left [16, depth] pairs times right [depth, width vectors], added to sums or replacing
-    them.
+    """Multiply left [16, depth] pairs by right [depth, width vectors] into `sums`.
 
     `depth` is a multiple of `PAIRS`. At `ahead`, unless 0, a sixteenth of the columns' size is
     prefetched.

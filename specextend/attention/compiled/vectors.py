@@ -1,10 +1,8 @@
 """Vectors of 16 lanes in LLVM IR, for loops that numba cannot vectorise.
 
 A kernel is a Python function that emits instructions; `emitted` makes it callable from compiled
-code. Values are llvmlite's: addresses and counts are i64, and lanes have 32 bits. LLVM splits
-vectors for shorter registers.
-
-Import this module only where numba (extra `cpu`) is installed.
+code. Values are llvmlite's: addresses, offsets and counts are i64, and lanes have 32 bits. LLVM
+splits vectors for shorter registers.
 """
 
 import hashlib
@@ -59,15 +57,10 @@ def processor_features() -> frozenset[str]:
 
 
 HAS_BF16 = {"avx512f", "avx512bf16"} <= processor_features()
-"""Whether there are products of bf16 pairs."""
 HAS_SCALES = {"avx512f", "avx512dq"} <= processor_features()
-"""Whether there are vector instructions for powers of two."""
 HAS_BYTES = {"avx512f", "avx512vnni"} <= processor_features()
-"""Whether there are products of bytes in vectors of 16 lanes."""
 HAS_HALF_BYTES = "avxvnni" in processor_features()
-"""Whether there are products of bytes in vectors of 8 lanes."""
 REGISTER_LANES = LANES if "avx512f" in processor_features() else 8
-"""Lanes of a register."""
 
 
 def emitted(returns=types.void) -> Any:
@@ -102,56 +95,47 @@ def emitted(returns=types.void) -> Any:
 
 
 def number(value):
-    """Return an i64 constant."""
     return ir.Constant(I64, value)
 
 
 def floats(value):
-    """Return a constant vector of fp32."""
     return ir.Constant(FLOATS, [ir.Constant(F32, value)] * LANES)
 
 
 def units(values):
-    """Return a constant vector of i32."""
     return ir.Constant(
         ir.VectorType(I32, len(values)), [ir.Constant(I32, value) for value in values]
     )
 
 
 def address(b, base, *offsets):
-    """Add offsets in bytes to an address."""
     for offset in offsets:
         base = b.add(base, number(offset) if isinstance(offset, int) else offset)
     return base
 
 
 def times(b, x, n):
-    """Multiply a count by a constant."""
     return b.mul(x, number(n))
 
 
 def nth(b, base, i, size=VECTOR_BYTES):
-    """Return the address of element i of an array."""
     return b.add(base, times(b, i, size))
 
 
 def pointer_to(b, where):
-    """Turn an address into a pointer."""
     return b.inttoptr(where, ir.PointerType())
 
 
 def load(b, where, type_=FLOATS, align=4):
-    """Read a value."""
     return b.load(pointer_to(b, where), typ=type_, align=align)
 
 
 def store(b, value, where, align=4):
-    """Write a value."""
     b.store(value, pointer_to(b, where), align=align)
 
 
 def call(b, returns, name, *arguments):
-    """Call a function of LLVM or of the C library, declared once in a module."""
+    """Call a function of LLVM or of the C library."""
     function = b.module.globals.get(name)
     if function is None:
         kind = ir.FunctionType(returns, [each.type for each in arguments])
@@ -160,13 +144,12 @@ def call(b, returns, name, *arguments):
 
 
 def prefetch(b, where, cache=1):
-    """Prefetch a cache line to the first or second cache; invalid addresses do no harm."""
+    """Prefetch a cache line; invalid addresses do no harm."""
     how = (ir.Constant(I32, n) for n in (0, 4 - cache, 1))
     call(b, ir.VoidType(), "llvm.prefetch.p0", pointer_to(b, where), *how)
 
 
 def splat(b, scalar):
-    """Repeat a scalar in all lanes."""
     empty = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
     return b.shuffle_vector(
         b.insert_element(empty, scalar, ir.Constant(I32, 0)), empty, units([0] * LANES)
@@ -174,7 +157,6 @@ def splat(b, scalar):
 
 
 def fma(b, x, y, z):
-    """Return x * y + z, fused if possible."""
     return call(b, FLOATS, "llvm.fmuladd.v16f32", x, y, z)
 
 
@@ -199,7 +181,7 @@ def dot_bytes(b, sums, x, y):
 
 
 def by_halves(b, name, *vectors):
-    """Call a function on both halves of vectors, and join its units."""
+    """Call a function on both halves of vectors."""
     halves = []
     for half in range(2):
         sizes = [each.type.count // 2 for each in vectors]
@@ -224,7 +206,6 @@ def to_bf16(b, x):
 
 
 def pair_of_bf16(b, low, high):
-    """Round two vectors to 32 lanes of bf16 (avx512_bf16)."""
     kind = ir.VectorType(BFLOAT, 2 * LANES)
     rounded = call(b, kind, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", high, low)
     return b.bitcast(rounded, ir.VectorType(I16, 2 * LANES))
@@ -246,10 +227,7 @@ def across(b, x, join):
 
 
 def exp2(b, x, coefficients=EXP2):
-    """Return 2^x for x <= 0: 0 below -127, NaN for NaN.
-
-    The relative error is 2e-7, or that of other `coefficients`.
-    """
+    """Return 2^x for x <= 0: 0 below -127, NaN for NaN. The relative error is 2e-7."""
     if HAS_SCALES:
         rest = rest_of(b, x)
         return scaled(b, power_of_rest(b, rest, coefficients), b.fsub(x, rest))
@@ -283,14 +261,13 @@ def scaled(b, x, exponent):
 
 
 def silu(b, x):
-    """Return x / (1 + e^-x)."""
     power = exp2(b, b.fmul(larger(b, x, b.fneg(x)), floats(-math.log2(math.e))))  # of -|x|
     above = b.select(b.fcmp_ordered("<", x, floats(0.0)), power, floats(1.0))
     return b.fdiv(b.fmul(x, above), b.fadd(floats(1.0), power))
 
 
 def transposed(b, rows):
-    """Transpose a square of units by swapping blocks of 1, 2, 4 and 8."""
+    """Transpose a square of units."""
     rows, size = [*rows], len(rows)
     block = 1
     while block < size:
