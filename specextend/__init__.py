@@ -1,6 +1,4 @@
-"""Offline summarisation of long documents with SpecExtend decoding: `run` a job, or call a
-`Summarizer`.
-"""
+"""Offline summarisation of long documents with SpecExtend decoding: `run`, or a `Summarizer`."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ for _name in ("torchao", "torch.utils._pytree"):
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used: importing torch takes seconds, and many modules
-    do not need it.
-    """
+    """Import a public name when it is first used: importing torch takes seconds."""
     if name not in _OWNERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_OWNERS[name]), name)

@@ -1,7 +1,7 @@
 """Audit of a run: decodes some finished rows again in this process, with and without a draft.
 
-It checks that the texts equal those of plain decoding, and measures the speedup. Both sides take
-turns, because the speed of a machine drifts.
+It compares texts, and measures the speedup. Both sides take turns, because the speed of a machine
+drifts.
 """
 
 import random
@@ -26,20 +26,18 @@ from specextend.stats import DecodingStats, spread
 from specextend.summarizer import RowDecoder
 
 NEAR_TIES = {"float32": 1e-3, "float16": 0.0625, "bfloat16": 0.5}
-"""Lead in logits that rounding can overturn, by dtype of the target (`docs/dev/log.md`)."""
+"""Lead in logits that rounding can overturn (`docs/dev/log.md`)."""
 TURNS = 4
-"""Repetitions per side. Must be even, so that each side begins equally often."""
+"""Repetitions per side, even: each side begins equally often."""
 _Turn = dict[bool, list[DecodedRow]]
-"""The decoded sample, with drafts (True) and without (False)."""
+"""The sample with drafts (True) and without (False)."""
 _LENGTHS = ("num_prompt_tokens", "num_output_tokens", "num_requests")
 _COLUMNS = ("doc_id", "summary", "reasoning", "part_summaries", *_LENGTHS, "max_new_tokens")
 
 
 def audit(output: str, num_rows: int, seed: int) -> Values:
-    """Decode rows of a run again and return the `audit` section of its report.
-
-    Raises:
-        ValueError: There is nothing to compare, or the input or a model has changed.
+    """Decode rows of a run again and return the `audit` section of its report. Raises
+    ValueError.
     """
     checked = _check(output)
     if not checked.source.num_rows:
@@ -56,7 +54,7 @@ def audit(output: str, num_rows: int, seed: int) -> Values:
     config = _in_batches(checked, [each for _, each in found])
     engine = load_engine(config)
     decoder = RowDecoder(config, engine)
-    _take_turn(decoder, rows[:1], 0)  # warm up: the first request takes longer
+    _take_turn(decoder, rows[:1], 0)  # the first request takes longer
     turns = [_take_turn(decoder, rows, number) for number in range(TURNS)]
     plain = turns[0][False]
     unequal = [
@@ -109,7 +107,6 @@ def _check(output: str) -> CheckedRun:
 
 
 def _draw(checked: CheckedRun, num_rows: int, seed: int) -> list[tuple[Row, Values]]:
-    """Draw input rows at random; return the finished ones with their results."""
     source = checked.source
     drawn = set(random.Random(seed).sample(range(source.num_rows), min(num_rows, source.num_rows)))
     keys = (
@@ -129,11 +126,11 @@ def _draw(checked: CheckedRun, num_rows: int, seed: int) -> list[tuple[Row, Valu
 
 
 def _in_batches(checked: CheckedRun, stored: list[Values]) -> RunConfig:
-    """Return the configuration with the run's batch size, and room for all of its texts."""
+    """Use the run's batch size, with room for all of its texts."""
     most = max(each["max_new_tokens"] for each in stored)
     decoding = replace(checked.config.decoding, max_new_tokens=most)
     config = checked.config.model_copy(update={"decoding": decoding})
-    target_device(config.target, config.job.device)  # raises if there is no such device
+    target_device(config.target, config.job.device)  # raises without such a device
     lengths = [
         (each["num_prompt_tokens"] + each["num_output_tokens"]) // each["num_requests"]
         for each in stored
@@ -162,7 +159,7 @@ def _judge(stored: list[str], document: DecodedRow, near_tie: float, tokenizer: 
         return {"outcome": "failed", "gap": None, "error": str(document.state)}
     gap, num_parts = 0.0, len(texts) - 2  # 0: the target has chosen either text now
     unequal = [number for number, text in enumerate(texts) if text != stored[number]]
-    # A merge after a different part, and an answer after a different thought, say nothing.
+    # a merge after a different part, and an answer after a different thought, say nothing
     for number in [number for number in unequal if number < num_parts] or unequal[:1]:
         completion = document.completions[number if number < num_parts else -1]
         begin = completion.text.rfind(texts[number])
@@ -174,9 +171,7 @@ def _judge(stored: list[str], document: DecodedRow, near_tie: float, tokenizer: 
 
 
 def _lead_at(completion: Completion, other: str, tokenizer: Any) -> float:
-    """Return the lead of the first token that differs from `other`, by default of the last
-    token.
-    """
+    """Return the lead of the first token that differs from `other`, by default of the last."""
     for place, lead in enumerate(completion.leads, 1):
         begin = completion.token_ids[:place]
         text = tokenizer.decode(begin, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -193,7 +188,6 @@ def _speedup(turns: Sequence[_Turn]) -> Values | None:
 
 
 def _ratios(turn: _Turn) -> dict[str, float] | None:
-    """Return the ratio of seconds per output token, over the documents finished by both sides."""
     with_draft = DecodingStats()
     without = DecodingStats()
     for ours, theirs in zip(turn[True], turn[False], strict=True):

@@ -48,7 +48,7 @@ from specextend.shipped import (
 )
 
 MAX_WORKERS = 10_000
-"""Largest value of `job.workers`; a single driver could not coordinate more."""
+"""A single driver could not coordinate more."""
 LEAST_SILENCE_S = 3600.0
 """Minimum of `JobOptions.silence_s`."""
 
@@ -116,7 +116,7 @@ class JobOptions:
 
     @property
     def num_cores(self) -> int:
-        """Return `cpus_per_worker`, after a start has replaced `auto` by a number."""
+        """Return `cpus_per_worker`, after a start has replaced `auto`."""
         assert isinstance(self.cpus_per_worker, int)
         return self.cpus_per_worker
 
@@ -214,7 +214,7 @@ class RunConfig(BaseModel):
         }
 
     def of_tasks(self, names: Iterable[str], path: str) -> RunConfig:
-        """Return a configuration of a subset of the tasks. `path` becomes its `output.path`."""
+        """Select tasks of the run. `path` becomes its `output.path`."""
         there = self.model_copy(update={"output": replace(self.output, path=path)})
         each = there.each_task
         found = joined({name: each[name] for name in names})
@@ -312,15 +312,12 @@ class RunConfig(BaseModel):
 
 
 OneConfig = RunConfig | ReadOnly | str | Path | tuple[ReadOnly | str, str]
-"""A configuration, its values, a YAML file or a shipped name; a tuple adds the base folder of
-paths.
-"""
+"""A configuration, its values, a YAML file or a shipped name; a tuple adds the folder of paths."""
 Configs = OneConfig | Sequence[OneConfig]
-"""A single configuration, or several to merge."""
 
 
 class Origin(NamedTuple):
-    """Source of a value: a configuration or `--set`, and the base folder of its paths."""
+    """Source of a value: a configuration or `--set`, and the folder of its paths."""
 
     name: str
     folder: str
@@ -330,11 +327,7 @@ class Origin(NamedTuple):
 def merge(
     configs: Iterable[OneConfig], overrides: Sequence[str]
 ) -> tuple[Values, dict[str, Origin]]:
-    """Merge configurations and overrides; return the values and the origin of each key.
-
-    Raises:
-        ConfigError: A configuration cannot be read or merged.
-    """
+    """Merge configurations; return the values and the origin of each key. Raises ConfigError."""
     merged: Values = {}
     origins: dict[str, Origin] = {}
     read = [*chain.from_iterable(map(_read, configs))]
@@ -371,10 +364,7 @@ def _keys(values: Values, section: str) -> Values:
 
 
 def _drop_demo(read: Iterable[tuple[Values, Origin]]) -> None:
-    """Drop the demo's paths and columns from shipped configurations if the user sets any.
-
-    Of several demos, only the last is kept.
-    """
+    """Drop the demo's paths and columns if the user sets any; of several demos, keep the last."""
     own = {
         f"{section}.{key}"
         for values, origin in read
@@ -394,10 +384,8 @@ def _drop_demo(read: Iterable[tuple[Values, Origin]]) -> None:
 
 
 def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Values, Origin]]:
-    """Yield the values of all `base` configurations, then the configuration's values.
-
-    Args:
-        above: Files that led here, to detect cycles.
+    """Yield the values of all `base` configurations, then the configuration's; `above` shows
+    cycles.
     """
     if isinstance(config, RunConfig):
         yield config.model_dump(mode="json"), Origin("RunConfig", os.getcwd())
@@ -441,11 +429,9 @@ OF_TASKS = {
         *("repetition_penalty", "no_repeat_ngram_size"),
     },
 }
-"""Keys in which tasks of a run may differ."""
 
 
 def _placed(tasks: Any, folder: str) -> Any:
-    """Return a list of tasks, each with the base folder of its paths."""
     if isinstance(tasks, str):
         tasks = [tasks]
     if isinstance(tasks, dict):
@@ -457,7 +443,6 @@ def _placed(tasks: Any, folder: str) -> Any:
 
 
 def _asked(tasks: Any) -> dict[str, OneConfig]:
-    """Return the additions of each task by name. Raises ConfigError."""
     found: dict[str, OneConfig] = {}
     if not isinstance(tasks, list | None):
         tasks = [tasks]
@@ -485,7 +470,7 @@ def _fields(config: RunConfig) -> set[str]:
 
 
 def joined(each: Mapping[str, RunConfig]) -> RunConfig:
-    """Join single-task configurations into a run with several tasks. Raises ConfigError."""
+    """Join single-task configurations. Raises ConfigError."""
     name_of_first, first = next(iter(each.items()))
     if len(each) < 2:
         return first
@@ -542,11 +527,10 @@ _PATHS = (
     ("target", "adapter"),
     ("draft", "model"),
 )
-"""Keys with local paths, in which variables are replaced."""
+"""In these, variables are replaced."""
 
 
 def _drop_model_of_draft(values: Values, kind: object) -> None:
-    """Drop keys of `draft` that a new kind does not take."""
     draft = _keys(values, "draft")
     if draft and draft.get("kind") != kind:
         not_taken = NOT_TAKEN.get(str(kind), ())
@@ -554,7 +538,7 @@ def _drop_model_of_draft(values: Values, kind: object) -> None:
 
 
 _UPLOADED = "/_ray_pkg_"
-"""Folder name prefix of files uploaded with a Ray job."""
+"""Of files uploaded with a Ray job."""
 _VARIABLE = re.compile(r"\$\{([^{}]*)\}|\{([A-Za-z_]\w*)\}|(\$\{)|\$([A-Za-z_]\w*)")
 """`${NAME}`, `{name}`, and mistakes: an unclosed `${`, or `$NAME`."""
 
@@ -562,13 +546,13 @@ _VARIABLE = re.compile(r"\$\{([^{}]*)\}|\{([A-Za-z_]\w*)\}|(\$\{)|\$([A-Za-z_]\w
 def _whole_path(
     section: str, key: str, base: str, known: Mapping[str, object], allow_relative: bool, path: Any
 ) -> Any:
-    """Replace variables in a path, and make it absolute if it is local.
+    """Replace variables in a path, and make it absolute if it is local. Raises ConfigError.
 
-    Values of other types are left to validation. Raises ConfigError.
+    Other types are left to validation.
     """
     if not isinstance(path, str) or path.startswith('{"'):
         return path
-    if key in ("model", "adapter"):  # replaced later, because nodes have different folders
+    if key in ("model", "adapter"):  # nodes have different folders
         known = {**known, "models": MODELS, "shipped": "{shipped}"}
     path = _expanded(f"{section}.{key}", path, known)
     if _UPLOADED in path:
@@ -611,8 +595,8 @@ def _expanded(key: str, text: str, known: Mapping[str, object]) -> str:
 
 
 def _sentence(detail: ErrorDetails) -> str:
-    """Convert a pydantic error to a line with the key and its allowed values."""
-    # after section and key, only list indices matter, not the types tried by pydantic
+    """Name the key and its allowed values."""
+    # pydantic adds the types that it tried
     key = ".".join(
         str(part) for at, part in enumerate(detail["loc"]) if at < 2 or isinstance(part, int)
     )
@@ -655,10 +639,7 @@ def _known_keys(section: str) -> list[str]:
 
 
 def _as_json(values: Values) -> str:
-    """Write YAML values as JSON, with U+FFFD for unpaired surrogates in prompts, never in paths.
-
-    Raises ConfigError for enormous numbers and endless nesting.
-    """
+    """Replace unpaired surrogates by U+FFFD in prompts, never in paths. Raises ConfigError."""
     try:
         return json.dumps(values | {"prompt": mended(values.get("prompt", {}))}, default=str)
     except (ValueError, RecursionError) as error:
@@ -666,7 +647,6 @@ def _as_json(values: Values) -> str:
 
 
 MOST_SHOWN = 200
-"""Maximum length of a value repeated in a message."""
 
 
 class ConfigError(ValueError):
@@ -697,7 +677,6 @@ def read_yaml(path: Path) -> Values:
 
 
 def _other_name(path: Path) -> str:
-    """Suggest another name for a missing configuration file."""
     if os.path.isfile(path):  # also False without permission
         return ""
     if os.path.isfile(f"{path}.yaml"):
@@ -708,7 +687,7 @@ def _other_name(path: Path) -> str:
 
 
 def _yaml_problem(error: Exception) -> str:
-    """Describe a YAML error and its position without the text, which may hold a secret."""
+    """Leave out the text, which may hold a secret."""
     mark = getattr(error, "problem_mark", None)
     what = (
         str(getattr(error, "problem", None) or type(error).__name__) if mark else first_line(error)
@@ -717,9 +696,8 @@ def _yaml_problem(error: Exception) -> str:
 
 
 class _PlainValues(yaml.SafeLoader):
-    """A YAML loader that refuses repeated keys and aliases.
-
-    YAML would keep the last of repeated keys. Nested aliases could exceed any memory.
+    """Refuses repeated keys, of which YAML keeps the last, and aliases, which can exceed any
+    memory.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:

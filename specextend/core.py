@@ -19,23 +19,21 @@ _UNSAFE = frozenset(("Cc", "Cf", "Co", "Cs", "Zl", "Zp"))
 _NEEDED = frozenset(
     "\u180e\u200b\u200c\u200d\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd"
 ) | frozenset(map(chr, (*range(0x600, 0x606), *range(0x13430, 0x13440))))
-"""Exceptions needed by scripts: word and vowel separators, joiners, number signs."""
+"""Needed by scripts: word and vowel separators, joiners, number signs."""
 
 MIN_REPEATS = 4
-"""Minimum repetitions of a loop."""
 MAX_PERIOD = 64
-"""Maximum tokens of a repeated stretch."""
 MIN_STOP_TOKENS = 64
-"""Tokens a loop must cover to end an output. Tables with repeated entries have covered 40."""
+"""Tokens of a loop that ends an output. Tables with repeated entries have covered 40."""
 
 MIN_FLAGGED_TOKENS = 24
-"""Tokens a loop must cover to set a flag, where a mistake costs no text."""
+"""Tokens of a loop that sets a flag, where a mistake costs no text."""
 
 
 Values = dict[str, Any]
-"""Named values: a row, a JSON object, a section of a configuration or report."""
+"""A row, a JSON object, a section of a configuration or report."""
 ReadOnly = Mapping[str, Any]
-"""Values that the receiver does not modify."""
+"""Not modified by the receiver."""
 Checkpoint = Callable[[], object]
 """Called between the steps of long work; may raise."""
 
@@ -46,7 +44,6 @@ class DocumentKey(NamedTuple):
     file: int
     """Number of the input file, in path order."""
     row: int
-    """Row number in the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,14 +97,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Asks:
-    """Requests of a model's `generation_config.json` about its outputs, except stop tokens."""
+    """What a model's `generation_config.json` asks of outputs, except stop tokens."""
 
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
     suppress_tokens: tuple[int, ...] = ()
-    """Forbidden tokens."""
     passed_over: tuple[str, ...] = ()
-    """Unsupported keys."""
 
     def of(self, sampling: SamplingParams) -> Self:
         """Return the values for a request, whose penalties override the model's."""
@@ -127,11 +122,11 @@ class Choice(NamedTuple):
     field: str
     values: tuple[str, ...]
     texts: tuple[str, ...]
-    """Continuation of the output for each value. No continuation is a prefix of another."""
+    """No continuation of the output is a prefix of another."""
 
 
 class Scored(NamedTuple):
-    """The target's score of a value of a choice."""
+    """The target's score of a value."""
 
     field: str
     value: str
@@ -194,7 +189,7 @@ class Completion:
     finish_reason: FinishReason
     stats: DecodingStats
     leads: tuple[float, ...] = ()
-    """Lead of each token's logit over the runner-up; for choices, the lead of the choice."""
+    """Lead of each token's logit, or a choice's, over the runner-up."""
     scored: tuple[Scored, ...] = ()
     """Values of all choices and closed fields, in order."""
     log_probs: tuple[float, ...] = ()
@@ -206,11 +201,7 @@ class Completion:
 
 
 def mended(value: Any, *, decodes: bool = False) -> Any:
-    """Replace unpaired surrogates by U+FFFD, in nested values as well.
-
-    Args:
-        decodes: Also decode bytes, with U+FFFD for invalid UTF-8.
-    """
+    """Replace unpaired surrogates by U+FFFD, in nested values as well; decode bytes, if asked."""
     match value:
         case str():
             return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -228,7 +219,7 @@ def printable(text: str, keep: str = "") -> str:
 
     Control characters, line breaks, invisible and reordering characters, unpaired surrogates and
     private-use characters become codes such as `\x1b` and `\u202e`, except characters in `keep`.
-    Text of any language stays readable, including the joiners, separators and signs of its script.
+    Joiners and signs of a script stay.
     """
     safe = _NEEDED.union(keep)
     return "".join(
@@ -246,9 +237,9 @@ def read_json(text: str, **options: Any) -> Any:
 
 
 def json_values(text: str, begin: int = 0) -> Iterator[tuple[str, int, int]]:
-    """Yield name, start and end of each value in the JSON object or list at `begin`.
+    """Yield name (empty in a list), start and end of each value in the JSON at `begin`.
 
-    Names are empty in a list. Raises ValueError for truncated text.
+    Raises ValueError for truncated text.
     """
 
     def behind_gap(place: int) -> int:
@@ -280,7 +271,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], least: float = 0.6) -> str:
-    """Suggest the most similar known name for the end of a message; empty if none is similar."""
+    """Suggest the most similar known name, or nothing."""
     near = difflib.get_close_matches(name, list(known), 1, least)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -291,7 +282,7 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an exception with its lines joined."""
+    """Return the message of an exception on one line."""
     return " ".join(str(error).split())
 
 
@@ -311,17 +302,12 @@ def without_collections() -> Iterator[None]:
 
 
 def how_to_install(extra: str) -> str:
-    """Return the command that installs an extra of this package, which is on no package index."""
+    """Return the command that installs an extra of this package, which is on no index."""
     return f"pip install '.[{extra}]' in the clone, or 'WHEEL[{extra}]' with the path of the wheel"
 
 
 def ends_in_loop(token_ids: list[int], min_tokens: int) -> bool:
-    """Return True if the tokens end in a loop: MIN_REPEATS or more equal stretches of up to
-    MAX_PERIOD.
-
-    Args:
-        min_tokens: Minimum tokens of the loop.
-    """
+    """Return True if the tokens end in MIN_REPEATS or more equal stretches of up to MAX_PERIOD."""
     if len(token_ids) < min_tokens:
         return False
     last = token_ids[-1]

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 _temporary: dict[str, int] = {}
-"""Folders to remove, with their process: a fork must not remove folders of its parent."""
+"""Folders with their process: a fork must not remove those of its parent."""
 
 
 def make_temporary(parent: str | None = None, prefix: str = "specextend-") -> str:
@@ -26,7 +26,7 @@ def make_temporary(parent: str | None = None, prefix: str = "specextend-") -> st
 
 
 def remove(folder: str) -> None:
-    """Remove a folder made by `make_temporary`."""
+    """Remove a folder of `make_temporary`."""
     if _temporary.get(folder) == os.getpid():
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)  # another thread may have written meanwhile
@@ -86,8 +86,7 @@ def cache_folder() -> Path | None:
 def keep_caches_private() -> None:
     """Set private cache folders for compilers, unless the user has set any.
 
-    By default, torch uses a predictable folder in TMPDIR, where another user could place files or
-    code.
+    Torch's default is a predictable folder, where another user could place code.
     """
     names = {"TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton"}
     if not os.access(Path(__file__).parent, os.W_OK):  # numba's default folder

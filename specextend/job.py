@@ -20,7 +20,7 @@ from specextend.data.run_folder import Retry
 from specextend.folders import die
 
 _ONE_RUN = threading.Lock()
-"""Held during a run. A process has a single Ray and a single stderr."""
+"""A process has a single Ray and a single stderr."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _report(output: str, *, is_over: bool) -> ReadOnly | None:
 
 
 class _Cancel(Interrupt):
-    """Stop requests within a user's process, by event or Ctrl-C. Never ends the process."""
+    """Stop requests within a user's process, which never end it."""
 
     def __init__(self, event: threading.Event, deadline_s: float):
         super().__init__(grace_s=threading.TIMEOUT_MAX, deadline_s=deadline_s)
@@ -152,13 +152,13 @@ class _Cancel(Interrupt):
         self._terminate = die if before is signal.SIG_DFL else before
 
     def install(self) -> None:
-        """Handle Ctrl-C, and restore the user's SIGTERM handler after Ray has replaced it."""
+        """Handle Ctrl-C, and restore the user's SIGTERM handler, which Ray replaces."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._handle)
             signal.signal(signal.SIGTERM, self._terminate)
 
     def check(self) -> None:
-        """Raise InterruptedRunError if the event is set, or after any other request."""
+        """Raise InterruptedRunError if told to stop."""
         if self._event.is_set():
             self.tell("cancelled")
         super().check()
@@ -166,7 +166,6 @@ class _Cancel(Interrupt):
 
 @contextmanager
 def _cancelled_by(event: threading.Event, deadline_s: float) -> Iterator[Interrupt]:
-    """Make an interrupt; restore signal handlers and standard streams afterwards."""
     interrupt = _Cancel(event, deadline_s)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     streams = (sys.stdout, sys.stderr)

@@ -1,12 +1,10 @@
-"""SpecExtend for one prompt on one page (arXiv 2505.20776, algorithm 1): retrieve, grow, verify,
-accept.
+"""SpecExtend for one prompt (arXiv 2505.20776, algorithm 1): retrieve, grow, verify, accept.
 
 Slow and plain: nothing is cached or batched, every forward reads the whole text, and decoding is
-greedy. It shows what the engine does, and its tests hold the engine to it. One thing differs: after
-a new choice the draft reads all chosen chunks, where the engine reads those that are new.
+greedy. It shows how the engine decodes, and its tests hold the engine to it. One thing differs:
+after a new choice the draft reads all chosen chunks, where the engine reads only new ones.
 
-A node of a tree is the path of tokens that leads to it from the text, whose own end is the empty
-path.
+A node of a tree is the path of tokens from the text to it; the end of the text is the empty path.
 """
 
 from typing import Any
@@ -33,7 +31,7 @@ def generate(
     recent: int = 32,
     refresh_every: int = 4,
 ) -> tuple[list[int], list[int]]:
-    """Return the target's own greedy tokens, and how many of each step's the draft had foreseen.
+    """Return the target's greedy tokens, and the numbers of each step's that the draft foresaw.
 
     target, draft: causal models of transformers with one vocabulary and eager attention.
     """
@@ -55,12 +53,11 @@ def generate(
 def retrieve(
     target: Any, text: list[int], chunk_size: int, top_k_chunks: int, recent: int
 ) -> list[int]:
-    """Return the positions that the draft may see: the chunks that the target's last layer attends
-    to most (3.2).
+    """Return the positions of the chunks that the target's last layer attends to most (3.2).
 
-    It is the attention of the last token, its mean over heads, added up by chunk. The text is what
-    the target has read: all but the last token that it chose. The first chunk is always seen, and
-    those of the `recent` last tokens.
+    The attention is that of the last token, its mean over heads, added up by chunk. The text is all
+    but the last token that the target chose. The first chunk and the chunks of the `recent` last
+    tokens are always seen.
     """
     attention = target(torch.tensor([text]), output_attentions=True).attentions[-1]
     mass = torch.stack([each.sum() for each in attention[0, :, -1].mean(0).split(chunk_size)])
@@ -70,10 +67,9 @@ def retrieve(
 
 
 def grow(draft: Any, text: list[int], num_nodes: int, max_depth: int) -> Tree:
-    """Grow the tree whose nodes are likeliest by the product of their probabilities (OPT-Tree,
-    arXiv 2406.17276).
+    """Grow the tree of the likeliest paths (OPT-Tree, arXiv 2406.17276).
 
-    Each level is read by the draft; the best nodes of all levels stay, of equally likely ones the
+    Each level is read by the draft; the best nodes of all levels stay, of equally likely nodes the
     earlier, which is no deeper. A parent is never less likely than its child.
     """
     tree: Tree = {}
@@ -89,9 +85,9 @@ def grow(draft: Any, text: list[int], num_nodes: int, max_depth: int) -> Tree:
 
 
 def logits_of(model: Any, text: list[int], tree: Tree) -> dict[Path, Tensor]:
-    """Return the logits behind the text and behind each node, from one forward over both (3.1).
+    """Return the logits after the text and after each node, from one forward over both (3.1).
 
-    A token of the text sees those before it, a node the text and its own path.
+    A token of the text sees the tokens before it, a node the text and its path.
     """
     places = {node: place for place, node in enumerate(tree, len(text))}
     size = len(text) + len(tree)
@@ -110,9 +106,7 @@ def logits_of(model: Any, text: list[int], tree: Tree) -> dict[Path, Tensor]:
 
 
 def accept(tree: Tree, logits: dict[Path, Tensor]) -> tuple[Path, int]:
-    """Return the path of the target's own choices as far as the tree has it, and the token that it
-    chooses behind.
-    """
+    """Return the path of the target's choices as far as the tree has it, and its next token."""
     path: Path = ()
     while True:
         token = int(logits[path].argmax())

@@ -1,7 +1,7 @@
 """The installed package: its version and its data files.
 
-Data files (configurations, the default draft, demo documents) are inside the package of a wheel, or
-next to it in a checkout. Only the standard library is imported, for fast shell completion.
+Data files are inside the package of a wheel, or next to it in a checkout. Only the standard library
+is imported, for fast shell completion.
 """
 
 import json
@@ -23,19 +23,19 @@ DEFAULT_TARGET = "SmolLM2-135M-Instruct"
 
 
 def shipped_configs() -> dict[str, Path]:
-    """List the files of shipped configurations by name: pairs, then tasks."""
+    """List shipped configurations by name: pairs, then tasks."""
     return {
         path.stem: path for folder in (CONFIGS, TASKS) for path in sorted(folder.glob("*.yaml"))
     }
 
 
 def find_config(config: str | Path, folder: str = "") -> Path:
-    """Return the file of a shipped configuration, or a path relative to `folder`."""
+    """Return the file of a shipped name, or a path relative to `folder`."""
     return shipped_configs().get(str(config), Path(folder, config))
 
 
 def models_folder() -> Path:
-    """Return the models folder: `.models` of a checkout after `make models`, else the user's cache.
+    """Return `.models` of a checkout after `make models`, else a folder of the user's cache.
 
     A checkout uploaded with a Ray job has no `.models`, because Ray deletes it after the job.
     """
@@ -44,7 +44,7 @@ def models_folder() -> Path:
 
 
 def on_this_machine(model: str) -> str:
-    """Replace `{models}` and `{shipped}` in a model name by folders of this machine.
+    """Replace `{models}` and `{shipped}` by folders of this machine.
 
     Configurations keep the placeholders, because nodes of a cluster have different folders.
     """
@@ -61,10 +61,7 @@ def package_version(package: str) -> str | None:
 
 @cache
 def code_commit() -> str | None:
-    """Return the git commit of this code, with `-dirty` after local edits; None if unknown.
-
-    Known for working copies and packages installed by pip from a repository.
-    """
+    """Return the git commit of this code, with `-dirty` after local edits; None if unknown."""
     try:
         installed = json.loads(
             metadata.distribution("specextend").read_text("direct_url.json") or "{}"

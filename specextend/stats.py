@@ -29,10 +29,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 _JUDGED_DOCUMENTS = 16
 _JUDGED_STEPS = 32
 _DOUBTED_RATE = 0.3
-"""Evidence needed to judge a draft, and the rate of accepted first tokens that raises doubt.
-
-Fitting drafts have a rate of about 0.75.
-"""
+"""Rate of accepted first tokens that raises doubt; fitting drafts have about 0.75."""
 
 
 @dataclass(slots=True)
@@ -40,13 +37,12 @@ class DecodingStats:
     """Counts and seconds of a request.
 
     `ttft_s` (start of prefill to first token) and `decode_s` (first to last token) are wall clock.
-    `prefill_s` to `other_s` are shares of engine time: a step is divided equally among its
-    sequences, so sums over requests give the busy time.
+    `prefill_s` to `other_s` are shares of engine time: sums over requests give the busy time.
     """
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    """Tokens of the prompt's start taken over from another prompt."""
+    """Taken over from another prompt's start."""
     num_output_tokens: int = 0
     num_spec_steps: int = 0
     num_plain_steps: int = 0
@@ -55,27 +51,25 @@ class DecodingStats:
     num_accepted_tokens: int = 0
     """Accepted nodes, without the bonus token and before the cut at a stop."""
     acceptance_histogram: list[int] = field(default_factory=list)
-    """Number of steps by accepted nodes; depth + 1 entries."""
+    """Steps by accepted nodes; depth + 1 entries."""
     num_network_steps: int = 0
     """Speculative steps with proposals of the draft network."""
     num_first_accepted: int = 0
     """Network steps with a correct first token."""
     num_retrievals: int = 0
-    """Retrievals, including the retrieval at the end of prefill."""
+    """With the retrieval at the end of prefill."""
     retrieval_coverage_sum: float = 0.0
     """Sum over retrievals of the target's attention share on visible rows."""
     retrieval_churn_sum: float = 0.0
-    """Sum of `1 - |A and B| / |A or B|` over pairs of consecutive retrievals with chunks A and
-    B.
-    """
+    """Sum of `1 - |A and B| / |A or B|` over consecutive retrievals with chunks A and B."""
     num_fallbacks: int = 0
-    """Number of pauses of the draft."""
+    """Pauses of the draft."""
     num_hybrid_steps: int = 0
-    """Speculative steps with hybrid tree attention; the others used dense attention."""
+    """With hybrid tree attention; the others used dense attention."""
     num_forwards: float = 0.0
-    """Forwards of the target, divided among the sequences of each batch."""
+    """Divided among the sequences of each batch."""
     num_memory_retries: int = 0
-    """Restarts of the request because memory ran out."""
+    """Restarts because memory ran out."""
     ttft_s: float = 0.0
     decode_s: float = 0.0
     prefill_s: float = 0.0
@@ -113,7 +107,7 @@ class DecodingStats:
 
     @property
     def retrieval_churn(self) -> float | None:
-        """Return the mean change of chunks between consecutive retrievals."""
+        """Return the mean change of chunks between retrievals."""
         return (
             ratio(self.retrieval_churn_sum, self.num_retrievals - 1)
             if self.num_retrievals > 1
@@ -126,12 +120,7 @@ class DecodingStats:
         return ratio(self.num_output_tokens, self.total_s)
 
     def doubt(self, draft_kind: str | None, num_documents: int) -> str:
-        """Return a warning if the draft hardly fits its target, else an empty string.
-
-        Args:
-            draft_kind: `draft.kind`.
-            num_documents: Number of documents in these counts.
-        """
+        """Warn if the draft hardly fits its target; else return an empty string."""
         num_steps = self.num_network_steps
         is_known = num_documents >= _JUDGED_DOCUMENTS and num_steps >= _JUDGED_STEPS
         if not is_known or self.num_first_accepted >= _DOUBTED_RATE * num_steps:
@@ -170,15 +159,13 @@ class ModelWork:
     """Weights read by a step."""
     kv_bytes_per_token: int
     layer_parameters: int
-    """Weights of the linear layers passed by every prompt token."""
+    """Passed by every prompt token."""
     head_parameters: int
-    """Weights of the last layer, passed only by the last prompt token."""
+    """Passed only by the last prompt token."""
     attention_flop_per_pair: int
     """Operations per pair of attending and attended token, over all layers."""
 
     def prefill_flop(self, num_tokens: float, num_prompts: float, num_pairs: float) -> float:
-        """Count floating-point operations of prompts. `num_pairs` counts attended tokens, self
-        included.
-        """
+        """Count operations of prompts; `num_pairs` counts attended tokens, self included."""
         products = 2 * (num_tokens * self.layer_parameters + num_prompts * self.head_parameters)
         return products + self.attention_flop_per_pair * num_pairs

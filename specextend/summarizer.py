@@ -59,7 +59,8 @@ class Summarizer:
 
         Raises:
             ValueError: A model is missing or unsupported, the pair does not fit, or an option
-                selects rows of files.
+                selects
+                rows of files.
         """
         config = RunConfig.load(config, needs_paths=False)
         if config.tasks:
@@ -79,7 +80,8 @@ class Summarizer:
 
         Raises:
             InputError: A column is missing or has the wrong type, or `input.id_column` is not set
-                for documents other than plain texts.
+                for
+                documents other than plain texts.
         """
         received = time.monotonic()
         batch, given_back = as_table(documents, self._config.input)
@@ -148,9 +150,7 @@ class RowDecoder:
         return documents
 
     def _outcomes(self, requests: Sequence[Request]) -> dict[str, TimedOutcome]:
-        """Decode requests and return their outcomes. The members of a failed batch run again
-        alone.
-        """
+        """Decode requests; the members of a failed batch run again alone."""
         outcomes: dict[str, TimedOutcome] = {}
 
         def on_error(request_id: str, error: Exception) -> None:
@@ -186,7 +186,7 @@ BATCH_SCHEMA = pa.schema(
         *(ERROR_SCHEMA.field(name) for name in ("error_class", "message", "stage", "retryable")),
     ]
 )
-"""Columns of a result: those of `summaries/`, then those of `errors/`, null without an error."""
+"""Columns of `summaries/`, then those of `errors/`, null without an error."""
 
 
 def check_batch_options(options: InputOptions, output: OutputOptions) -> None:
@@ -213,10 +213,7 @@ def check_batch_options(options: InputOptions, output: OutputOptions) -> None:
 def as_table(documents: Any, options: InputOptions) -> tuple[pa.Table, Callable[[pa.Table], Any]]:
     """Convert documents to a table; also return a function to convert results back.
 
-    Args:
-        documents: A table or data frame, a text or dictionary, a list of these, or a dictionary of
-            columns. The ids of plain texts are their positions.
-        options: Input options.
+    The ids of plain texts are their positions.
 
     Raises:
         InputError: The form is unknown, or `input.id_column` is not set.
@@ -254,9 +251,7 @@ def as_table(documents: Any, options: InputOptions) -> tuple[pa.Table, Callable[
 
 
 def _row_or_error(number: int, values: ReadOnly, reader: RowReader) -> Row | DocumentError:
-    """Read a document of a table. Its position is its key and, without `input.id_column`, its
-    id.
-    """
+    """Number documents without `input.id_column` by position."""
     column = reader.options.id_column
     doc_id = number if column is None else values[column]
     if doc_id is None:
@@ -279,10 +274,8 @@ def result_table(
     """Return the result table: BATCH_SCHEMA, the fields of answers, the passthrough columns.
 
     Args:
-        results: Rows of `finished_row` or facts of failures, a row per document.
+        results: A row of `finished_row` or facts of a failure per document.
         batch: Input table.
-        passthrough: Columns copied from `batch`.
-        output: Names `summary` and the fields.
         has_pages: True if places name their pages.
     """
     optional = [COMMIT_SCHEMA.field(name) for name in ("confidence", "verdicts")]

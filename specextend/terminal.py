@@ -8,13 +8,12 @@ from typing import Any, TextIO, cast
 from specextend.core import printable
 
 _UP = "\x1b[A"
-"""Cursor up."""
 
 
 class PlainStream:
     """A stream that escapes control characters, and drops output without a reader.
 
-    `unescaped` is the underlying stream, for code that draws with control characters.
+    `unescaped` is the underlying stream, for drawing with control characters.
     """
 
     def __init__(self, stream: TextIO, *, bars: bool = False):
@@ -40,7 +39,7 @@ class PlainStream:
             self._drop()
 
     def _drop(self) -> None:
-        """Discard buffered and later output; otherwise Python would complain at exit."""
+        """Discard later output; otherwise Python would complain at exit."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.unescaped.fileno())
         os.close(nowhere)
@@ -81,7 +80,7 @@ def _plain(text: str) -> str:
 
 
 def _plain_bar(text: str) -> str:
-    """Escape text except the cursor movements and the leading carriage return of progress bars."""
+    """Escape all but the cursor movements and the leading carriage return of progress bars."""
     if not text.replace(_UP, "").strip("\n"):
         return text
     return "\r" + _plain(text[1:]) if text.startswith("\r") else _plain(text)

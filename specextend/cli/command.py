@@ -70,7 +70,7 @@ def takes(*options: Callable[[Any], Any]) -> Callable[[Function], Function]:
 def call(command: click.Command, argv: Sequence[str], name: str) -> int:
     """Run a command and return its exit code: 2, with a line on stderr, for wrong arguments.
 
-    Errors about limits of the process or the machine take a single line as well.
+    Limits of the process or the machine take a single line, too.
     """
     try:
         return command.main(list(argv), prog_name=name, standalone_mode=False) or 0
@@ -119,7 +119,7 @@ def _limit_of_memory() -> str:
 
 
 def machine_bytes() -> int:
-    """Return the memory size of this machine."""
+    """Return the memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -132,7 +132,7 @@ def run_alone(command: click.Command, argv: Sequence[str], name: str) -> NoRetur
 
 
 def end(code: int) -> NoReturn:
-    """End the process with `code` at once.
+    """End the process at once.
 
     Python's exit takes a second, during which SIGTERM would change the code. It also waits for
     stores that never answer, and changes the code if stdout is closed.
@@ -168,7 +168,7 @@ def in_one_line(
 
 
 def _say_end(error: BaseException, given: ReadOnly, expected: Expected) -> int | None:
-    from specextend.cluster import exits  # pyarrow is slow to import, too slow for --help
+    from specextend.cluster import exits  # pyarrow is too slow for --help
 
     if isinstance(error, exits.InterruptedRunError):
         retry = given.get("retry_errors")
@@ -224,12 +224,7 @@ def show_found(text: str, path: str | None, found: object) -> None:
 
 
 def write_json(path: str, value: object) -> None:
-    """Write JSON to a file, or print it if `path` is `-`.
-
-    Raises:
-        RefusedError: The file cannot be written.
-        OutputError: stdout cannot be written.
-    """
+    """Write JSON to a file, or print it if `path` is `-`. Raises RefusedError or OutputError."""
     from specextend.cluster.exits import RefusedError
 
     text = json.dumps(value, indent=2)

@@ -21,7 +21,6 @@ _EXTRAS = {
     "pypdfium2": "PDF (documents)",
     "torchao": "weights in fp8 and int4 (quantize)",
 }
-"""Optional packages, with the features they add."""
 
 
 @click.command()
@@ -78,13 +77,12 @@ def _machine() -> Values:
 
 
 def _worker(config: RunConfig) -> Values:
-    """Return a worker's memory in GiB, and the `problem` if the workers cannot run here."""
     from specextend.cluster.checks import check_machine
     from specextend.models.causal_lm import load_tokenizer
     from specextend.models.loading import GIB, memory_bytes, usable_bytes, with_batch_size
     from specextend.models.pairing import check_pair, describe_asks
 
-    os.environ["RAY_ADDRESS"] = "local"  # check this machine, not a cluster
+    os.environ["RAY_ADDRESS"] = "local"  # not a cluster
     facts = check_pair(config.target, config.active_draft)
     problem = of_gpu = None
     try:

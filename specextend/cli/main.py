@@ -19,7 +19,7 @@ class InOrder(click.Group):
     """A group that lists its commands in the order of a first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the command names."""
+        """Return the commands in this order."""
         return list(self.commands)
 
 

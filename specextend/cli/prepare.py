@@ -132,7 +132,6 @@ def hf(
 
 
 def _conclude(prepared: Prepared, output: str, skip_unreadable: bool) -> int:
-    """Print the summary and failures, equal failures once; return the exit code."""
     from specextend.data.prepared import ERRORS
 
     alike: dict[tuple[str, str], list[Failure]] = {}

@@ -257,7 +257,6 @@ def export(
 
 
 def _form(to: str, place: Location, kind: str | None, columns: str, is_safe: bool) -> Form:
-    """Return the format of a destination. Raises UsageError."""
     from specextend.report.export_formats import Form, format_of
 
     ending = format_of(place)

@@ -201,9 +201,9 @@ def start(arguments: Arguments) -> int:
     config = arguments.load()
     interrupt = Interrupt(deadline_s=config.job.deadline_s)
     interrupt.install()
-    gc.freeze()  # imported objects are no garbage
+    gc.freeze()
     if ray := early_ray(config.job, config.output.path, interrupt):
-        # shutting down takes seconds, so error messages come first
+        # it takes seconds, so error messages come first
         click.get_current_context().call_on_close(ray.close)
     from specextend.cluster.lifecycle import run_job  # it imports Ray
 
@@ -211,10 +211,10 @@ def start(arguments: Arguments) -> int:
         config = arguments.of_rest(config, display.note)
         retry_errors = arguments.retry_errors or "none"
         code = run_job(config, display, interrupt, retry_errors=retry_errors, ray=ray)
-    _exit_when_told(code)  # the run is over; only its output is left
+    _exit_when_told(code)  # only its output is left
     try:
         conclude(config.output.path)
-    # the store or stdout may be gone by now
+    # the store or stdout may be gone
     except (OSError, ValueError) as error:
         what = f"the run ended with {code}, but cannot be shown: {first_line(error)}"
         say(what, "note", asdict(arguments))
@@ -252,7 +252,7 @@ def _dry_run(arguments: Arguments) -> int:
 
 
 def conclude(output: str) -> None:
-    """Print the outcome of a run, the places of its results, and some texts."""
+    """Print the outcome, the places of the results, and some texts."""
     from specextend.data.run_folder import list_results, summaries_folder
     from specextend.data.storage import resolve
     from specextend.report import read_report, render_outcome

@@ -12,7 +12,6 @@ import click
 from specextend.cli.command import SET, config_option, in_one_line, show
 
 BAR = 12
-"""Width of a full bar."""
 LINE_S = 30.0
 """Seconds between two progress lines without a terminal."""
 
@@ -84,8 +83,6 @@ def train(
 
 
 class _Shown:
-    """Shows the progress and remaining time of a stage, as a bar or as occasional lines."""
-
     _stage = ""
 
     def __call__(self, stage: str, done: int, total: int, detail: str = "") -> None:

@@ -1,9 +1,9 @@
-"""Estimated lengths of a start's documents, and the queue of documents waiting for a worker. Pure.
+"""The queue of documents waiting for a worker, and their estimated lengths. Pure.
 
-A neighbourhood holds the rows of one row group, which a worker reads as a whole. A worker empties
-its neighbourhood before it starts another, so each row group is read once. Neighbourhoods start in
-the order of their longest documents, longest first. Workers share a neighbourhood only when no new
-ones are left. Estimates are stored in columns, to hold ten million documents.
+A neighbourhood holds the rows of a row group. A worker empties its neighbourhood before it starts
+another, so each row group is read once. Neighbourhoods start in the order of their longest
+documents, and are shared only when no new ones are left. Estimates are stored in columns, to hold
+ten million documents.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from specextend.core import DocumentKey
 
 Ints = NDArray[np.int64]
 LENGTH_STEP = 1.1
-"""Ratio above which two lengths count as different. Documents of similar length keep input order.
-"""
+"""Lengths of a smaller ratio keep input order."""
 
 Rank = tuple[int, DocumentKey]
-"""Position of a document in the order of work (smallest first), and its key."""
+"""Position in the order of work (smallest first), and the document."""
 
 
 def rank(num_tokens: int, key: DocumentKey) -> Rank:
-    """Rank a document: longest first, documents of similar length in input order."""
+    """Rank a document: longest first, similar lengths in input order."""
     return int(ranks(np.array([num_tokens]))[0]), key
 
 
@@ -42,18 +41,17 @@ def ranks(num_tokens: Ints) -> Ints:
 
 
 _FILE_STEP = 1 << 40
-"""Factor of the file number in a document's global row number."""
 
 
 class TokenEstimate(NamedTuple):
-    """Estimated tokens of a document before it runs."""
+    """Estimated tokens of a document."""
 
     num_prompt_tokens: int
     max_new_tokens: int
 
     @property
     def total(self) -> int:
-        """Return the maximum number of tokens, prompt and output together."""
+        """Sum prompt and maximum output."""
         return self.num_prompt_tokens + self.max_new_tokens
 
 
@@ -69,16 +67,13 @@ class RowSet:
         return sum(int(mask.sum()) for mask in self._masks)
 
     def __contains__(self, key: DocumentKey) -> bool:
-        """Return True for a key of the set; the key need not be a row of the input."""
+        """Return True for a key of the set, which need not be a row."""
         is_row = 0 <= key.file < len(self._masks) and 0 <= key.row < len(self._masks[key.file])
         return is_row and bool(self._masks[key.file][key.row])
 
 
 class Estimates(Mapping[DocumentKey, TokenEstimate]):
-    """Token estimates of a start's documents, in input order.
-
-    `num_prompt_tokens` and `max_new_tokens` [N] int32 cover all requests of a document.
-    """
+    """Token estimates of documents in input order; [N] int32, over all requests of a document."""
 
     def __init__(
         self,
@@ -105,15 +100,11 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
         )
 
     def totals(self, positions: Ints | slice = slice(None)) -> Ints:
-        """Return prompt plus output tokens of the documents at `positions`, by default all [N]."""
+        """Sum prompt and output tokens at `positions`, by default all [N]."""
         return self.num_prompt_tokens[positions].astype(np.int64) + self.max_new_tokens[positions]
 
     def position(self, key: DocumentKey) -> int:
-        """Return the position of `key`.
-
-        Raises:
-            KeyError: The document is not part of this start.
-        """
+        """Return the position of `key`. Raises KeyError."""
         # numpy's searchsorted copies the array for numbers above 64 bits
         position = bisect_left(self._numbers, key.file * _FILE_STEP + key.row)
         if position == len(self) or self.key(position) != key:
@@ -121,11 +112,11 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
         return position
 
     def key(self, position: int) -> DocumentKey:
-        """Return the key of the document at `position`."""
+        """Return the key at `position`."""
         return DocumentKey(*divmod(int(self._numbers[position]), _FILE_STEP))
 
     def group_bounds(self, group_rows: Sequence[Sequence[int]]) -> Ints:
-        """Return the positions [G + 1] at which the row groups with documents begin and end.
+        """Return the positions [G + 1] that bound the row groups with documents.
 
         Args:
             group_rows: Rows of each row group, per file. A file without entries is one group.
@@ -139,7 +130,7 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
 
 
 class Backlog:
-    """Queue of waiting documents. Neighbourhoods not yet started take no memory per document."""
+    """Queue of documents. Neighbourhoods not yet started take no memory per document."""
 
     def __init__(
         self,
@@ -147,26 +138,23 @@ class Backlog:
         group_rows: Sequence[Sequence[int]] = (),
         without: Iterable[DocumentKey] = (),
     ):
-        """Queue every document except `without`. `group_rows` lists the rows of each row group per
-        file.
-        """
+        """Queue every document except `without`; `group_rows` as in `group_bounds`."""
         self._estimates = estimates
         self._bounds = estimates.group_bounds(group_rows)
         self._without = {estimates.position(key) for key in without}
         self._size = len(estimates) - len(self._without)
         self._not_begun = self._in_order()
         self._open: dict[int, list[int]] = {}
-        """Waiting positions of each started neighbourhood, the next document last."""
+        """Waiting positions of each started neighbourhood, the next last."""
         self._used: dict[str, int] = {}
-        """Neighbourhood of each worker."""
         self._returned: list[Rank] = []
-        """Heap of returned documents, which any worker takes first."""
+        """Heap of documents that any worker takes first."""
 
     def __len__(self) -> int:
         return self._size
 
     def take(self, worker: str) -> DocumentKey | None:
-        """Remove and return the next document for `worker`, or None if the queue is empty."""
+        """Remove and return the next document for `worker`, if any."""
         if not self._size:
             return None
         self._size -= 1
@@ -181,7 +169,7 @@ class Backlog:
         return self._estimates.key(position)
 
     def put(self, key: DocumentKey) -> None:
-        """Return a document to the queue, or add a document of `without`."""
+        """Add a document, or return it to the queue."""
         heapq.heappush(self._returned, rank(self._estimates[key].total, key))
         self._size += 1
 
@@ -190,7 +178,7 @@ class Backlog:
         self._used.pop(worker, None)
 
     def first(self, limit: int) -> list[DocumentKey]:
-        """List up to `limit` waiting documents, roughly in the order of work."""
+        """List up to `limit` documents, roughly in the order of work."""
         return list(islice(self._keys(), limit))
 
     def _keys(self) -> Iterator[DocumentKey]:
@@ -201,7 +189,6 @@ class Backlog:
             yield from map(self._estimates.key, reversed(self._positions(number)))
 
     def _in_order(self) -> array[int]:
-        """Sort the neighbourhoods by their longest document, longest last."""
         longest = np.maximum.reduceat(self._estimates.totals(), self._bounds[:-1])
         return array("i", np.argsort(ranks(longest), kind="stable")[::-1].tolist())
 

@@ -67,26 +67,23 @@ Models = dict[str, dict[str, str | None]]
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A run that has passed every check without loading a model."""
+    """A run that needs only its models loaded."""
 
     config: RunConfig
-    """Configuration with Hub branches and tags replaced by commits."""
+    """Hub branches and tags are replaced by commits."""
     output: Location
     source: Source
     facts: ModelFacts
     tasks: list[Task]
-    """All tasks of the run, at least one."""
     manifest: Values
-    """Manifest of this run; the recorded manifest if the output folder has the same run."""
+    """The recorded manifest if the output folder has the same run."""
     models: Models
     notes: list[str]
-    """Messages about model revisions, model features and tasks that read documents again."""
     retry_errors: Retry = "none"
-    """Error rows to retry."""
 
     @property
     def hashes(self) -> dict[str, str]:
-        """Return the hashes of the models by name."""
+        """Model hashes by name."""
         found: dict[str, str] = self.manifest["identity"]["hashes"]
         return found
 
@@ -120,11 +117,7 @@ def check_run(
 ) -> CheckedRun:
     """Check input, models and prompt without writing anything.
 
-    The result does not depend on this machine, because workers may run elsewhere; see
-    `check_machine`.
-
-    Args:
-        checkpoint: Called between the steps of long operations; may raise.
+    The result does not depend on this machine: workers may run elsewhere (see `check_machine`).
 
     Raises:
         RefusedError: The configuration or the input cannot be run.
@@ -154,7 +147,7 @@ def check_run(
     for task in tasks:
         _check_task(task, tokenizer, facts)
     values = config.model_dump(mode="json")
-    if recorded is not None:  # compare options before the slow hashing of weights
+    if recorded is not None:  # before the slow hashing of weights
         here = build_manifest(source, values, {}, models)
         _check_same(output, _options_alone(recorded), _options_alone(here), config)
     hashes = pair_hashes(config.target, draft)
@@ -222,7 +215,7 @@ def _check_room_for_an_answer(config: RunConfig, tokenizer: Any) -> None:
 
 @_refusals()
 def check_machine(config: RunConfig) -> None:
-    """Raise RefusedError if a private Ray on this machine could not run any worker."""
+    """Raise RefusedError if this machine could not run any worker."""
     if is_local():
         check_resources(config.job)
         load_backend(config.attention.backend, target_device(config.target, config.job.device))
@@ -241,7 +234,6 @@ def needed_on_each_node(config: RunConfig) -> list[str]:
 
 
 def _begun_selection(config: RunConfig, recorded: Values | None) -> Values | None:
-    """Return the manifest of a started run that chose rows by earlier outputs, else None."""
     has_chosen = (
         recorded is not None and "selection" in recorded["identity"] and "selection" in recorded
     )
@@ -260,7 +252,7 @@ def read_recorded(output: Location) -> Values | None:
     except ValueError as error:
         raise OtherRunError(str(error)) from error
     except NotADirectoryError:
-        return None  # the output is a file; the input check reports it
+        return None  # the input check reports it
     except OSError as error:
         raise RunError(f"{output.path} cannot be read: {_run_again(error)}") from error
 
@@ -273,9 +265,6 @@ def pin_models(config: RunConfig, recorded: ReadOnly) -> tuple[Values, Models, l
 
     Returns:
         The changed sections, the models for the manifest, and notes for the user.
-
-    Raises:
-        ModelError: A revision cannot be resolved.
     """
     models: Models = {}
     notes: list[str] = []
@@ -351,11 +340,7 @@ def _are_about_input(lines: list[str]) -> bool:
 
 
 def check_same_run(checked: CheckedRun) -> bool:
-    """Return True if the output folder already holds this run.
-
-    Raises:
-        OtherRunError: The folder holds a different run.
-    """
+    """Return True if the output folder already holds this run. Raises OtherRunError."""
     recorded = read_recorded(checked.output)
     if recorded is None:
         return False
@@ -369,10 +354,7 @@ def check_same_run(checked: CheckedRun) -> bool:
 def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig:
     """Return a run of the tasks missing from a finished run, in its folder `added`.
 
-    Returns `config` unchanged if no task is missing.
-
-    Args:
-        say: Receives a message for the user.
+    Returns `config` if no task is missing.
 
     Raises:
         RefusedError: The run has not ended, or the tasks cannot be added.
@@ -403,7 +385,7 @@ def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig
             f"tasks: {len(left)} are new, with too long names for one folder; add fewer at once"
         )
     pinned = _check_ended(config.of_tasks(done, config.output.path))
-    # keep the commits of the run, because a branch may have moved
+    # a branch may have moved
     config = config.model_copy(update={"target": pinned.target, "draft": pinned.draft})
     for folder in added:
         names = folder.split("+")
@@ -423,8 +405,8 @@ def redo(config: RunConfig, condition: str | None, name: str | None) -> RunConfi
     """Return a run that repeats rows of a finished run, in its folder `redone`.
 
     Args:
-        condition: SQL condition on the newest result of a row; None returns `config`.
-        name: Folder name of the new run; None is `again`.
+        condition: SQL on the newest result of a row; None returns `config`.
+        name: Folder of the new run; None is `again`.
 
     Raises:
         RefusedError: There is no run, or the name or the columns do not fit.
@@ -441,7 +423,7 @@ def redo(config: RunConfig, condition: str | None, name: str | None) -> RunConfi
     if not re.fullmatch(r"\w[\w-]*", name):
         raise RefusedError(f"--redo-as: {name!r} becomes a folder, so use letters, digits, - and _")
     there, here = map(text_columns, (recorded["config"], config.model_dump(mode="json")))
-    # of a data set, the column with the pages is not known yet
+    # of a data set, the column with the pages is unknown yet
     if there != here._replace(has_pages=there.has_pages):
         raise RefusedError(
             f"--redo: results have the columns of {output.path}, so leave output.column, "
@@ -449,7 +431,7 @@ def redo(config: RunConfig, condition: str | None, name: str | None) -> RunConfi
         )
     inner_run(output, REDONE, name)
     path = config.output.path
-    # earlier runs no longer matter: the run at `path` has covered their rows
+    # it covers earlier runs
     chosen = replace(config.input, except_done_in=(), redo=condition, redo_in=path)
     output_options = replace(config.output, path=path_below(path, f"{REDONE}/{name}"))
     return config.model_copy(update={"input": chosen, "output": output_options})
@@ -464,7 +446,6 @@ def _tasks_there(manifest: ReadOnly) -> list[str]:
 
 
 def _check_ended(config: RunConfig) -> RunConfig:
-    """Check that the run of `config` has ended; return it with the models pinned."""
     checked = check_run(config)
     is_over = check_same_run(checked) and (
         read_success(checked.output) is not None
@@ -508,7 +489,7 @@ def input_errors() -> Iterator[None]:
 
 
 def open_rows(checked: CheckedRun) -> tuple[Progress, RowSet]:
-    """Read the commits; return the progress and the rows left to do. Raises as `input_errors`."""
+    """Return the progress and the rows left to do. Raises as `input_errors`."""
     source = checked.source
     with input_errors():
         fingerprint = checked.manifest["fingerprint"]
@@ -519,10 +500,10 @@ def open_rows(checked: CheckedRun) -> tuple[Progress, RowSet]:
 
 
 def check_retry(checked: CheckedRun) -> None:
-    """Check that a retry has a run to resume.
+    """Check that a retry has a run to resume: without one it would run every row.
 
     Raises:
-        RefusedError: The folder holds no run, so a retry would run every row.
+        RefusedError: The folder holds no run.
         OtherRunError: The folder holds another run.
     """
     is_begun = check_same_run(checked)
@@ -538,7 +519,7 @@ def num_left_out(checked: CheckedRun, progress: Progress) -> int:
 
 
 def say_left_out(number: int) -> list[str]:
-    """Describe `number` skipped error rows; empty for 0."""
+    """Describe skipped error rows, if any."""
     if not number:
         return []
     return [
@@ -560,7 +541,7 @@ _OUTCOMES = {
 
 
 def describe_selection(source: Source) -> tuple[str, ...]:
-    """Describe the selected rows of the input; empty if all rows are selected."""
+    """Describe the selected rows, unless all are."""
     selection = source.selection
     if selection is None:
         return ()

@@ -1,6 +1,6 @@
 """The main loop of a run: it hands out leases, collects outcomes and commits finished rows.
 
-Start with `Driver.drive`. No other code commits rows while a run is under way.
+Start with `Driver.drive`.
 """
 
 import copy
@@ -49,16 +49,15 @@ from specextend.requests.tasks import failed_row
 from specextend.stats import DecodingStats
 
 LOOK_EVERY_S = 1.0
-"""Seconds between two checks of deadlines, hung workers, worker demand and progress."""
+"""Seconds between two checks of workers and progress."""
 TICK_S = 0.2
 """Seconds to wait for an event before checking clocks and signals again."""
 MOST_NAMES = 10
-"""Maximum number of documents listed in the message of a stalled run."""
 
 
 @dataclass(slots=True)
 class Driver:
-    """Runs the documents of a scheduler until each is done or has an error row."""
+    """Runs documents until each is done or has an error row."""
 
     scheduler: Scheduler
     pool: Pool
@@ -71,16 +70,15 @@ class Driver:
     source: Source
     job: JobOptions
     count: Callable[[DecodingStats | None], object] = lambda stats: None
-    """Callback for metrics: receives the counts of a finished document, None for a failed one."""
+    """Receives the counts of a document, None for a failed one."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     _moved_at: float = field(init=False)
-    """Time of the last token or outcome from any worker."""
+    """Time of the last token or outcome."""
     _errors: ErrorGuard = field(init=False)
     _kernels_said: set[str] = field(default_factory=set)
     _pace: Pace = field(default_factory=lambda: Pace(LOOK_EVERY_S))
     _is_stopping: bool = False
     _is_doubted: bool = False
-    """True after the warning about a poorly fitting draft."""
 
     def __post_init__(self) -> None:
         self._moved_at = self.clock()
@@ -97,7 +95,7 @@ class Driver:
             OutputError: The output folder cannot be written.
         """
         try:
-            self._staff(self.clock())  # the first turn should not wait for answers without workers
+            self._staff(self.clock())  # do not wait before there are workers
             while not self.scheduler.is_done:
                 self._turn()
         except InterruptedRunError:
@@ -164,9 +162,8 @@ class Driver:
             self.committer.remember(charges)
 
     def _check_silence(self) -> None:
-        """Raise RunError if no worker has read or written a token for `silence_s`.
-
-        A single hung worker is replaced long before; this is for faults no worker can report.
+        """Raise RunError after `silence_s` without a token, for faults that no worker can
+        report.
         """
         if self.clock() - self._moved_at <= self.job.silence_s:
             return
@@ -231,7 +228,6 @@ class Driver:
                 self._died(worker, reason, with_node=with_node)
 
     def _ready(self, worker: str, info: WorkerInfo, now: float) -> None:
-        """Register a ready worker. Leave its place out if too many workers have died there."""
         self.roster.ready(worker)
         self.record.note(worker, "ready", **info._asdict())
         device = ", ".join(info.accelerators) or f"seat {self.roster.seat(worker)}"
@@ -263,7 +259,6 @@ class Driver:
             self.display.event("kernel", said, **facts, reason=why)
 
     def _returned(self, worker: str, lease: Lease, outcome: Outcome, now: float) -> None:
-        """Process an outcome. Outcomes of expired leases are dropped."""
         if lease.lease_id not in self.scheduler.held:
             self.scheduler.closed(worker)
             return
@@ -311,7 +306,6 @@ class Driver:
         self.count(stats)
 
     def _note_memory(self, worker: str, used_gib: float) -> None:
-        """Record a worker's peak memory and report the first value next to the plan."""
         if self.record.worker_used(worker, used_gib):
             planned_gib = self.record.planned_gib
             said = f"memory: planned {planned_gib:.1f} GiB, used {used_gib:.1f} GiB at most"
@@ -320,7 +314,6 @@ class Driver:
             )
 
     def _note_speedup(self, worker: str, speedup: float | None) -> None:
-        """Record the speedup of a draft trial, and report a worker that stops drafting."""
         is_new = self.record.worker_tried(worker, speedup)
         if is_new and speedup is not None and speedup < LEAST_SPEEDUP:
             pause = counted(DECIDED_DOCUMENTS, "document")
@@ -351,7 +344,6 @@ class Driver:
             )
 
     def _drain(self, worker: str) -> None:
-        """Empty a worker on a node that is about to go. Started documents are finished."""
         host = self.scheduler.workers[worker].place.host
         message = f"{worker} gets no more documents: its node ({host}) is about to go"
         self.display.note(message, "worker_drains", worker=worker, host=host)
@@ -394,7 +386,7 @@ def is_damaged_row(source: Source, key: DocumentKey) -> bool:
         anew.read(key)
     except DAMAGED as error:
         return not is_away(error)
-    # a worker that can read the document will report a DocumentError itself
+    # a worker that can read the document reports it itself
     except (DocumentError, InputUnreachableError):
         return False
     return False

@@ -1,7 +1,7 @@
-"""The dry run: the work, memory and time of a start, and the workers it needs. Writes nothing.
+"""The work, memory and time of a start, and the workers it needs. Writes nothing.
 
-`calibrate` decodes a sample on the run's Ray and fits `Rates`. `Outlook` turns them into times with
-bounds. See `docs/planning-and-report.md`.
+`calibrate` decodes a sample and fits `Rates`. `Outlook` turns them into times with bounds. See
+`docs/planning-and-report.md`.
 """
 
 import itertools
@@ -45,22 +45,22 @@ from specextend.report.sections import Section, number, thousandths, to_text
 from specextend.stats import DecodingStats, ratio
 
 MIN_DOCUMENTS = 2
-"""Minimum number of documents for a fit; a single one does not show how documents differ."""
+"""A single document does not show how documents differ."""
 DRIFT = 0.1
-"""Relative error of any rate: the speed of a machine drifts this much from hour to hour."""
+"""Relative error of any rate: machines drift this much from hour to hour."""
 START_FACTOR = 1.5
-"""Uncertainty factor of the loading time, measured once, with or without cached files."""
+"""Uncertainty factor of the loading time: files may be cached."""
 MOST_UNCERTAIN = 20.0
-"""Upper limit of an interval's factor, so that no bound overflows a clock."""
+"""No bound overflows a clock."""
 TICK_S = 0.2
-"""Seconds to wait for an answer before checking clocks and signals again."""
+"""Seconds between checks of clocks and signals."""
 _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-"""Two-sided 95% quantiles of Student's t, by degrees of freedom from 1; the last holds above."""
+"""Two-sided 95% quantiles of Student's t, by degrees of freedom from 1."""
 _NEEDS = f"--calibrate needs {counted(MIN_DOCUMENTS, 'decodable document')}"
 
 
 class DocumentCost(NamedTuple):
-    """Worker seconds of a decoded document. Seconds of a batch are divided among its documents."""
+    """Worker seconds of a document. Seconds of a batch are divided among its documents."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -80,7 +80,7 @@ def document_cost(stats: DecodingStats, max_new_tokens: int) -> DocumentCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Cost of documents on a worker with a full batch."""
+    """Costs on a worker with a full batch."""
 
     prefill: float
     """Seconds per prompt token."""
@@ -94,15 +94,12 @@ class Rates:
     start_s: float
     """Seconds from the start of Ray to a worker with loaded models."""
     device: str
-    """Name of the GPU or the processor."""
 
 
 def fit_rates(costs: Sequence[DocumentCost], *, start_s: float, device: str) -> Rates | None:
-    """Fit rates to documents drawn by `draw_sample`; None if there are too few or they took no
-    time.
+    """Fit rates to documents drawn by `draw_sample`; None for too few documents or no time.
 
-    Sampling is proportional to tokens, so mean rates hold per token even where cost grows with
-    length.
+    Documents are drawn by tokens, so mean rates hold even where cost grows with length.
     """
     told = [cost for cost in costs if cost.num_prompt_tokens and cost.num_output_tokens]
     if len(told) < MIN_DOCUMENTS or not all(cost.prefill_s + cost.decode_s > 0 for cost in told):
@@ -124,7 +121,7 @@ def fit_rates(costs: Sequence[DocumentCost], *, start_s: float, device: str) -> 
 
 
 class Forecast(NamedTuple):
-    """Wall-clock seconds from the start until the last document is done."""
+    """Seconds until the last document is done."""
 
     seconds: float
     seconds_low: float
@@ -133,11 +130,10 @@ class Forecast(NamedTuple):
     documents: int
     workers: int
     basis: str
-    """Source of the rates, for display."""
 
 
 class Outlook:
-    """Predicted time of the open documents of a run."""
+    """Predicted time of the open documents."""
 
     def __init__(self, estimates: Estimates, rates: Rates, max_batch_size: int):
         self._rates, self._batch, self._num_documents = rates, max_batch_size, len(estimates)
@@ -150,10 +146,10 @@ class Outlook:
         )
         seconds = prefill_s + decode_s
         self._busy_s = float(seconds.sum())
-        """Seconds of work for a single worker, without loading."""
+        """A single worker's, without loading."""
         self._longest_s = float(seconds.max(initial=0.0))
         self._last_s = float((prefill_s + max_batch_size * decode_s).max(initial=0.0))
-        """Seconds of the longest document at the speed of a full batch."""
+        """The longest document's, at the speed of a full batch."""
         squares = float((seconds**2).sum()) / self._busy_s**2 if self._busy_s else 0.0
         deviation = rates.spread * math.sqrt(1 / rates.num_documents + squares)
         exponent = math.hypot(
@@ -164,8 +160,9 @@ class Outlook:
     def lasts(self, workers: int) -> Forecast:
         """Predict the time for `workers`, loading included.
 
-        At best, the work is divided evenly, or the longest document decides. A schedule without
-        idle slots exceeds the even share by at most this document.
+        At best, work is divided evenly, or the longest document decides; a schedule without idle
+        slots
+        exceeds the even share by at most this document.
         """
         workers = max(1, min(workers, self._num_documents))
         even_s = self._busy_s / workers
@@ -183,10 +180,8 @@ class Outlook:
         )
 
     def workers_within(self, limit_s: float, *, surely: bool) -> int | None:
-        """Return the fewest workers that finish within `limit_s`, or None.
-
-        Args:
-            surely: Compare the upper bound instead of the likely time.
+        """Return the fewest workers that finish within `limit_s`, by the upper bound if
+        `surely`.
         """
         for workers in range(1, max(1, min(self._num_documents, MAX_WORKERS)) + 1):
             forecast = self.lasts(workers)
@@ -196,9 +191,9 @@ class Outlook:
 
 
 def draw_sample(estimates: Estimates, size: int, seed: int) -> list[DocumentKey]:
-    """Draw up to `size` documents, each with probability proportional to its tokens; longest first.
+    """Draw up to `size` documents with probabilities proportional to tokens; longest first.
 
-    Long documents are rare, and this represents them by their share of the time.
+    This represents rare long documents by their share of the time.
     """
     positions = np.flatnonzero(estimates.num_prompt_tokens)
     if len(positions) > size:
@@ -219,10 +214,6 @@ def calibrate(
     factory: EngineFactory = load_engine,
 ) -> Rates:
     """Decode a sample on a worker and return its rates.
-
-    Args:
-        say: Receives progress messages.
-        factory: Builds the engine, on the worker.
 
     Raises:
         RefusedError: There are too few documents, or no worker can run here.
@@ -272,7 +263,7 @@ def _decode(
 ) -> dict[DocumentKey, Outcome]:
     """Decode the last document to warm up, then the sample in full batches of `size`.
 
-    At the end a short document fills the batch, because rates of partial batches would not apply.
+    A short document fills the last batch, because rates of partial batches would not apply.
     """
     numbers, waiting, outcomes = itertools.count(), list(sample), dict[DocumentKey, Outcome]()
 
@@ -307,9 +298,7 @@ def _first_answer(calls: list[Any], interrupt: Interrupt, limit_s: float) -> tup
 
 
 WIDTH = 80
-"""Maximum width of tables, in columns."""
 _OVER_LENGTH = {"error": "error rows", "parts": "summarised in parts"}
-"""Outcome of documents over the prompt limit; other policies cut them."""
 _REJECTED = {
     "null text": "NullText",
     "empty text": "EmptyText",
@@ -317,9 +306,8 @@ _REJECTED = {
     "max_new_tokens below 1": "BadMaxNewTokens",
     "no room for a document": "PromptTooLong",
 }
-"""Checks, and the error class of rows that fail them."""
 _SELDOM = {"BadId": "null or repeated id", "BadPages": "pages that do not fit the text"}
-"""Error classes, and checks that are shown only if a row fails them."""
+"""Shown only if a row fails them."""
 _MEMORY = {
     "target_weights": "weights of the target",
     "draft_weights": "weights of the draft",
@@ -338,15 +326,15 @@ def dry_run(
     by: datetime | None = None,
     calibrate: Calibrate | None = None,
 ) -> Values:
-    """Plan a start and return the plan as JSON values.
+    """Plan a start, as JSON values.
 
     Args:
-        by: Time by which the run must be done; the plan then says how many workers it takes.
+        by: Deadline; the plan then says how many workers it takes.
         calibrate: Measures the rates; without it there is no forecast.
 
     Raises:
         OtherRunError: The folder holds another run.
-        RunError: The input or the output cannot be read, or the calibration failed.
+        RunError: Files cannot be read, or the calibration failed.
     """
     with reading(checked.output):
         check_retry(checked)
@@ -384,8 +372,7 @@ def dry_run(
 def parse_time(text: str, now: datetime) -> datetime:
     """Parse `HH:MM` (the next such time) or an ISO 8601 time, by default in the local zone.
 
-    Raises:
-        RefusedError: The time is malformed or past.
+    Raises RefusedError for a malformed or past time.
     """
     here = now.astimezone().replace(tzinfo=None)
     try:

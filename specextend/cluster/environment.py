@@ -1,6 +1,6 @@
 """The Ray of a run: its environment variables, the connection, and room for workers.
 
-Ray and torch are imported inside functions, after `prepare_environment` has set their variables.
+Ray and torch are imported inside functions, after `prepare_environment`.
 """
 
 from __future__ import annotations
@@ -31,48 +31,47 @@ if TYPE_CHECKING:  # they import torch
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Set by `ray job submit` for the driver."""
 LOCAL_OBJECT_STORE_BYTES = 100 << 20
-"""Object store of a private Ray. Only small objects pass through it."""
+"""For a private Ray, where only small objects pass through it."""
 _LEAST_ADDRESSES = 4 << 30
-"""Address space needed to start Ray. With 3.1 GiB it hangs for a minute; with less it aborts."""
+"""Ray hangs for a minute with 3.1 GiB of addresses, and aborts with less."""
 _LEAST_ROOM = 32 << 20
-"""Free disk space needed for the logs and sockets of a private Ray."""
+"""Bytes for the logs and sockets of a private Ray."""
 _LEAST_FILES = 128
-"""Open files needed to start Ray and run. With 40, Ray hangs for half a minute."""
+"""With 40, Ray hangs for half a minute."""
 KNOCK_S = 10.0
-"""Seconds for the head to accept a connection."""
+"""Seconds to connect to the head."""
 _LONGEST_PARENT = 29
-"""Maximum path length of the folder around a private Ray. Socket paths are limited to 107 bytes."""
+"""Socket paths are limited to 107 bytes."""
 _TAKE_BACK_S = 0.001
-"""Seconds between two attempts to regain SIGTERM while Ray shuts down."""
+"""Seconds between attempts to regain SIGTERM."""
 
 
 def is_submitted(environment: MutableMapping[str, str]) -> bool:
-    """Return True in a driver of `ray job submit`, whose working directory is a temporary copy."""
+    """Return True in a driver of `ray job submit`, with a temporary working directory."""
     return SUBMITTED in environment
 
 
 def prepare_environment(environment: MutableMapping[str, str]) -> None:
     """Set the variables of a private Ray that the user has not set.
 
-    Such a Ray listens on loopback, requires a secret token and sends no usage statistics. Ray's
-    default would be to join any Ray running on this machine.
+    Such a Ray listens on loopback and requires a secret token. Ray's default would be to join any
+    Ray running on this machine.
     """
     environment.setdefault("RAY_DEDUP_LOGS", "0")
-    # no colour codes in worker output on stderr
     environment.setdefault("RAY_COLOR_PREFIX", "0")
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_ADDRESS", "local")
     if environment["RAY_ADDRESS"] != "local":
-        # an attempt takes 40 s; the default is 20 attempts
+        # an attempt takes 40 s; the default is 20
         environment.setdefault("RAY_gcs_server_port_wait_time_s", "2")
         return
     # the default, 15, yields the cores to other programs
     environment.setdefault("RAY_worker_niceness", "0")
-    # loopback only; applies to Linux despite its name
+    # loopback only, also on Linux
     environment.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     # the default starts a process per core at once
     environment.setdefault("RAY_prestart_worker_first_driver", "0")
-    # Ray connects to its store too early, and by default retries only after a second
+    # Ray connects too early, and retries only after a second
     environment.setdefault("RAY_raylet_client_connect_timeout_milliseconds", "20")
     environment.setdefault("RAY_raylet_client_num_connect_attempts", "500")
     if "RAY_AUTH_MODE" not in environment:
@@ -87,23 +86,22 @@ def is_local() -> bool:
 
 
 def num_cores() -> int:
-    """Return the number of CPU cores available to this process."""
+    """Count the cores available to this process."""
     return len(os.sched_getaffinity(0))
 
 
 Node = tuple[float, float]
-"""CPU cores and GPUs of a machine."""
 
 
 def this_machine() -> Node:
-    """Return the cores and GPUs of this machine."""
+    """Return the cores and GPUs here."""
     import torch
 
     return num_cores(), torch.cuda.device_count()
 
 
 def nodes_up() -> list[Node]:
-    """List the cores and GPUs of each live node of the cluster."""
+    """List the cores and GPUs of live nodes."""
     import ray
 
     alive = (node["Resources"] for node in ray.nodes() if node["Alive"])
@@ -111,9 +109,7 @@ def nodes_up() -> list[Node]:
 
 
 def cores_per_worker(job: JobOptions, nodes: Sequence[Node]) -> int:
-    """Resolve `job.cpus_per_worker`. `auto` is the largest number that fits all workers, at least
-    1.
-    """
+    """Resolve `job.cpus_per_worker`: `auto` is the largest number that fits all workers, or 1."""
     if job.cpus_per_worker != "auto":
         return job.cpus_per_worker
     workers = min(job.workers, max(1, _room(job, nodes, 1)))
@@ -131,8 +127,7 @@ def _room(job: JobOptions, nodes: Sequence[Node], cores_each: int) -> int:
 
 
 def check_limits() -> None:
-    """Check that process limits and disk space suffice for a private Ray, which would hang
-    silently.
+    """Check for too little of what makes a private Ray hang silently.
 
     Raises:
         RefusedError: A limit is too low.
@@ -151,10 +146,9 @@ def check_limits() -> None:
 
 
 def check_resources(job: JobOptions) -> None:
-    """Raise RefusedError if a worker needs more than this machine has; Ray would wait forever."""
+    """Raise RefusedError if this machine has no room for a worker; Ray would wait forever."""
     check_limits()
     cores, gpus = this_machine()
-    # the GPU is the more useful message if both are missing
     for key, count in (("gpus_per_worker", gpus), ("cpus_per_worker", cores)):
         wanted = getattr(job, key)
         if wanted != "auto" and wanted > count:
@@ -162,16 +156,15 @@ def check_resources(job: JobOptions) -> None:
 
 
 def settle_cores(config: RunConfig) -> RunConfig:
-    """Replace `job.cpus_per_worker: auto` by a number for the current nodes."""
+    """Resolve `job.cpus_per_worker: auto`."""
     cores = cores_per_worker(config.job, nodes_up())
     return config.model_copy(update={"job": replace(config.job, cpus_per_worker=cores)})
 
 
 def say_room(job: JobOptions) -> str | None:
-    """Warn if a private Ray has too little room for the workers, or a cluster has none.
+    """Warn if a private Ray has too little room, or a cluster (which may grow) none for a worker.
 
-    Without a warning, the job would wait silently for `JobOptions.silence_s`. A cluster may still
-    grow.
+    The job would wait silently.
     """
     nodes = [this_machine()] if is_local() else nodes_up()
     fit = min(job.workers, _room(job, nodes, cores_per_worker(job, nodes)))
@@ -204,16 +197,16 @@ class WorkerActor:
         return await self._worker.ready()
 
     async def run(self, *lease: Any) -> Any:
-        """Decode the document of a lease."""
+        """Decode a lease."""
         return await self._worker.run(*lease)
 
     async def progress(self) -> Any:
-        """Report the decoding progress."""
+        """Report the progress."""
         return await self._worker.progress()
 
 
 def early_ray(job: JobOptions, output: str, interrupt: Interrupt) -> EarlyRay | None:
-    """Start a private Ray early, unless `output` already holds a run, which may be complete."""
+    """Start a private Ray early, unless `output` holds a run, which may be complete."""
     is_joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     if is_joined or not is_local() or os.path.exists(os.path.join(output, "_run")):
         return None
@@ -221,9 +214,7 @@ def early_ray(job: JobOptions, output: str, interrupt: Interrupt) -> EarlyRay | 
 
 
 def start_worker(job: JobOptions) -> Any:
-    """Start an actor with a worker's resources. Dead actors are replaced by the driver, not by
-    Ray.
-    """
+    """Start an actor, which the driver replaces if it dies."""
     import ray
 
     actor = ray.remote(WorkerActor)
@@ -233,9 +224,7 @@ def start_worker(job: JobOptions) -> Any:
 
 
 class EarlyRay(ExitStack):
-    """A private Ray that starts, with its workers' imports, in parallel to this process's
-    imports.
-    """
+    """A private Ray whose start overlaps with the imports of this process."""
 
     def __init__(self, job: JobOptions, interrupt: Interrupt):
         super().__init__()
@@ -248,12 +237,11 @@ class EarlyRay(ExitStack):
         self.enter_context(connected(self._interrupt))
         nodes = nodes_up()
         cores = cores_per_worker(job, nodes)
-        # a further actor would wait for resources it may never need
+        # a further actor would wait forever
         num_workers = min(job.workers, _room(job, nodes, cores))
         return [start_worker(replace(job, cpus_per_worker=cores)) for _ in range(num_workers)]
 
     def __enter__(self) -> list[Any]:  # type: ignore[override]
-        """Wait for Ray and return its workers. Raises as `connected`."""
         workers = self._workers.result()
         self._interrupt.install()
         return workers
@@ -268,8 +256,8 @@ class EarlyRay(ExitStack):
 def connected(interrupt: Interrupt) -> Iterator[list[Any]]:
     """Connect to Ray: the one already joined, a private one, or the one found by `ray.init()`.
 
-    Yields an empty list, in place of the early workers of `EarlyRay`. Raises RunError, or
-    InterruptedRunError if the run is told to stop.
+    Yields an empty list, in place of the workers of `EarlyRay`. Raises RunError, or
+    InterruptedRunError if told to stop.
     """
     import ray
 
@@ -287,11 +275,11 @@ def connected(interrupt: Interrupt) -> Iterator[list[Any]]:
 def _attached(interrupt: Interrupt, folder: str) -> Iterator[None]:
     try:
         _connect(folder)
-    except SystemExit:  # raised by Ray's SIGTERM handler while it starts
+    except SystemExit:  # from Ray's SIGTERM handler
         _shut_down(interrupt)
         interrupt.tell("SIGTERM received")
         interrupt.check()
-    except Exception as error:  # Ray raises many classes here
+    except Exception as error:
         _shut_down(interrupt)
         what = "started" if folder else "joined"
         raise RunError(
@@ -300,7 +288,7 @@ def _attached(interrupt: Interrupt, folder: str) -> Iterator[None]:
     interrupt.install()
     over = _watch(interrupt) if folder else Event()
     try:
-        interrupt.check()  # Ray may have swallowed its handler's exception
+        interrupt.check()  # Ray may have swallowed it in its handler
         yield
     finally:
         over.set()
@@ -310,7 +298,7 @@ def _attached(interrupt: Interrupt, folder: str) -> Iterator[None]:
 def _watch(interrupt: Interrupt) -> Event:
     """Tell the run to stop when a Ray process ends before the returned event is set.
 
-    Otherwise Ray would end this process up to a minute later, without advice for the user.
+    Otherwise Ray would end this process later, without advice for the user.
     """
     from ray._private import worker
 
@@ -327,7 +315,6 @@ def _watch(interrupt: Interrupt) -> Event:
 
 
 def _parent() -> str:
-    """Return the parent folder of a private Ray's folder. Raise RunError if the disk is full."""
     places = map(os.path.abspath, (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp"))
     parent = next(place for place in places if len(os.fsencode(place)) <= _LONGEST_PARENT)
     with suppress(OSError):  # `make_temporary` reports it
@@ -341,10 +328,7 @@ def _parent() -> str:
 
 @contextmanager
 def _private_folder() -> Iterator[str]:
-    """Make a folder for a private Ray that other users cannot enter; remove it in any case.
-
-    In Ray's default folder, another user could replace a socket.
-    """
+    """Make a folder that other users cannot enter: in Ray's default they could replace a socket."""
     try:
         folder = make_temporary(_parent(), "sx-")
     except OSError as error:
@@ -379,7 +363,7 @@ def _connect(folder: str) -> None:
                 num_cpus=num_cores(),
                 include_dashboard=False,
                 object_store_memory=LOCAL_OBJECT_STORE_BYTES,
-                logging_level=logging.ERROR,  # it warns about other threads than the main thread
+                logging_level=logging.ERROR,  # it warns about other threads than the main one
                 _temp_dir=f"{folder}/ray",  # Ray makes this folder accessible to everybody
             )
     else:
@@ -389,7 +373,7 @@ def _connect(folder: str) -> None:
 
 @contextmanager
 def _tmpdir(folder: str) -> Iterator[None]:
-    """Set TMPDIR for child processes: killed workers cannot clean up, but the folder is removed."""
+    """Set TMPDIR for child processes: killed workers cannot clean up."""
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = folder
     try:
@@ -424,7 +408,7 @@ def _bare_head() -> Iterator[None]:
 
 
 def _knock(address: str) -> None:
-    """Raise OSError if nobody listens at `host:port`, because Ray would retry for minutes."""
+    """Raise OSError if nobody listens: Ray would retry for minutes."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdecimal() and "/" not in host:
         try:

@@ -1,7 +1,4 @@
-"""Exit codes, their exceptions, and requests to stop.
-
-After SIGTERM, SIGINT or the job's deadline, a run commits finished work and exits with 75.
-"""
+"""Exit codes, their exceptions, and requests to stop."""
 
 import _thread
 import os
@@ -25,14 +22,14 @@ EXIT_LOCKED = 4
 EXIT_OTHER_RUN = 5
 EXIT_INTERRUPTED = 75
 GRACE_S = 20.0
-"""Seconds to commit finished work after a request to stop, before the process is killed."""
+"""Seconds to commit finished work after a request to stop."""
 LAST_S = 3.0
-"""Seconds for the last call before the process is killed."""
+"""Seconds for each last call before the process is killed."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class RunError(Exception):
-    """End of a run, with a message for the user instead of a traceback. Committed work is kept."""
+    """End of a run, with a message for the user. Committed work is kept."""
 
     exit_code = EXIT_FAILED
 
@@ -42,23 +39,23 @@ class RunError(Exception):
 
 
 class RefusedError(RunError, ValueError):
-    """Unusable configuration or input, reported before a model is loaded (exit 2)."""
+    """Unusable configuration or input, reported before a model is loaded."""
 
     exit_code = EXIT_REFUSED
 
 
 class OtherRunError(RunError, ValueError):
-    """The output folder belongs to another run; the message lists the differences (exit 5)."""
+    """The output folder belongs to another run."""
 
     exit_code = EXIT_OTHER_RUN
 
 
 class OutputError(RunError):
-    """The output folder cannot be read or written (exit 1)."""
+    """The output folder cannot be read or written."""
 
 
 class InterruptedRunError(Exception):
-    """The run was told to stop; run again to resume (exit 75)."""
+    """The run was told to stop; run again to resume."""
 
     exit_code = EXIT_INTERRUPTED
 
@@ -69,7 +66,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def exit_code_of_command(error: ValueError | OSError) -> int:
-    """Return the exit code of a command outside a run: 1 if a later try may succeed, else 2."""
+    """Return 1 if a later try may succeed, else 2; for commands without a run."""
     from specextend.models.model_files import HubUnreachableError  # it imports huggingface_hub
 
     is_store = isinstance(error, InputUnreachableError | HubUnreachableError) or (
@@ -79,13 +76,13 @@ def exit_code_of_command(error: ValueError | OSError) -> int:
 
 
 def reading(output: Location) -> AbstractContextManager[None]:
-    """Convert OSError to OutputError around reads from the output folder."""
+    """Convert OSError to OutputError around reads."""
     return writing(output, "cannot be read")
 
 
 @contextmanager
 def writing(output: Location, what: str = "cannot be written to") -> Iterator[None]:
-    """Convert OSError to OutputError around writes to the output folder."""
+    """Convert OSError to OutputError around writes."""
     try:
         yield
     except OSError as error:
@@ -96,8 +93,8 @@ def writing(output: Location, what: str = "cannot be written to") -> Iterator[No
 class Interrupt:
     """A request to stop the run, to be polled with `check`.
 
-    If the run has not stopped after `GRACE_S`, the process ends itself with exit code 75. This
-    works even while the main thread is stuck in a library and cannot run signal handlers.
+    After `GRACE_S` the process ends itself with exit code 75, even while the main thread is stuck
+    in a library and cannot run signal handlers.
     """
 
     def __init__(self, grace_s: float | None = None, deadline_s: float = 0.0):
@@ -105,17 +102,17 @@ class Interrupt:
 
         Args:
             grace_s: Replaces `GRACE_S`.
-            deadline_s: Seconds after which the run is told to stop; 0 sets no deadline.
+            deadline_s: Seconds until the run is told to stop; 0 sets no deadline.
         """
         self.last: Callable[[], None] = lambda: None
-        """Last call before the process is killed. Must be quick; runs on another thread."""
+        """Called before the process is killed, on another thread."""
         self._grace_s = GRACE_S if grace_s is None else grace_s
         self.reason = ""
-        """Reason of the request; empty without a request."""
+        """Empty without a request."""
         self._told = threading.Event()
         self._over = threading.Event()
         self._wakeup: int | None = None
-        """Pipe for signal numbers, filled by the system even if the main thread is stuck."""
+        """Filled with signal numbers by the system even if the main thread is stuck."""
         threading.Thread(
             target=self._watch, args=(deadline_s or None,), name="grace", daemon=True
         ).start()
@@ -124,7 +121,7 @@ class Interrupt:
         """Take over SIGTERM and SIGINT. Call again after ray.init(), which replaces the
         handlers.
         """
-        if threading.current_thread() is not threading.main_thread():  # only the main thread can
+        if threading.current_thread() is not threading.main_thread():
             _thread.interrupt_main(signal.SIGURG)
             return
         signal.signal(signal.SIGURG, lambda *_: self.install())
@@ -139,7 +136,7 @@ class Interrupt:
             signal.signal(number, self._handle)
 
     def check(self) -> None:
-        """Raise InterruptedRunError after a request to stop."""
+        """Raise InterruptedRunError if told to stop."""
         if self.reason:
             raise InterruptedRunError(self.reason)
 
@@ -176,7 +173,7 @@ def end_process(code: int, last: Callable[[], object]) -> None:
             with suppress(OSError, ValueError):
                 stream.flush()
 
-    # Ray's folder goes last: without it, Ray's processes end and kill this one
+    # without its folder, Ray's processes end and kill this one
     for call in (last, flush, remove_all):
         thread = threading.Thread(target=call, daemon=True)
         thread.start()

@@ -79,9 +79,8 @@ from specextend.report import RunFigures, write_report
 from specextend.requests.tasks import failed_row
 
 _REFUSED_ROWS = 4096
-"""Error rows per commit, for rows rejected before decoding."""
 EXTRA_LEASES = 2
-"""Leases queued at a worker beyond its batch, while many documents wait."""
+"""Queued at a worker beyond its batch, while many documents wait."""
 FORCED = "ended by force; committed work is kept, run again to resume"
 
 
@@ -98,7 +97,7 @@ def run_job(
     """Run or resume a job and return the exit code, 0 or 3.
 
     Args:
-        report: Writes the report; takes the arguments of `write_report`.
+        report: Replaces `write_report`.
         factory: Builds the engine, on the worker.
         ray: Connects to Ray, in place of `connected`.
 
@@ -123,7 +122,7 @@ def run_job(
     lock = OutputLock(checked.output, secrets.token_hex(4))
     with held(lock, display.note, interrupt.check):
         with reading(checked.output):
-            check_retry(checked)  # another driver may have begun a run in the meantime
+            check_retry(checked)  # another driver may have begun a run meanwhile
         checked = replace(checked, output=checked.output.behind(lock.check))
         record = StartRecord(
             checked.output, lock.run_id, config, checked.models, took_over=lock.predecessor
@@ -145,10 +144,8 @@ class _LockedRun:
     factory: EngineFactory
     ray: AbstractContextManager[list[Any]]
     figures: RunFigures = field(default_factory=RunFigures)
-    """Figures of all results, collected by `finalize`."""
 
     def finish(self) -> int:
-        """Finish the run and return its exit code. Raises as `input_errors`."""
         output = self.checked.output
         display = self.display
         host = socket.gethostname()
@@ -179,7 +176,6 @@ class _LockedRun:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Record the start of the run, and its end if it fails."""
         display = self.display
         with writing(self.checked.output):
             self.record.write()
@@ -203,14 +199,12 @@ class _LockedRun:
             raise
 
     def end_by_force(self) -> None:
-        """Release the folder and record the end before the process is killed."""
         self.lock.release()
         message = f"the run did not stop within {GRACE_S:g} s: {FORCED}"
         self.display.note(message, "run_ended", exit_code=EXIT_INTERRUPTED)
         self.record.end(EXIT_INTERRUPTED, FORCED)
 
     def _complete(self) -> int | None:
-        """Return the exit code of a run with nothing left to do, else None."""
         output = self.checked.output
         with reading(output):
             is_done = read_success(output) is not None
@@ -312,7 +306,6 @@ class _LockedRun:
 
     @contextmanager
     def _workers(self, plan: Plan, progress: Progress, ledger: Ledger) -> Iterator[Driver]:
-        """Connect to Ray and make the driver. The workers end with the block."""
         with reading(self.checked.output):
             tried = tried_before(self.checked.output, progress)
         config = settle_batch_size(self.checked.config, self.checked.facts, plan)
@@ -399,9 +392,8 @@ class _LockedRun:
         )
 
     def _conclude(self, counts: Counts) -> int:
-        """Write the report, the record and, if the run succeeded, `_SUCCESS`.
-
-        Only the report can be interrupted.
+        """Write the report, the record and, on success, `_SUCCESS`. Only the report can be
+        interrupted.
         """
         output = self.checked.output
         code = EXIT_DONE if self._accepts(counts) else EXIT_TOO_MANY_ERRORS

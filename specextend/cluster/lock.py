@@ -1,6 +1,6 @@
 """The lock of an output folder, `_run/lock`, which keeps out other drivers on any machine.
 
-A heartbeat keeps the lock alive. Start with `held`.
+Start with `held`.
 """
 
 import fcntl
@@ -26,21 +26,18 @@ from specextend.data.storage import Location, delete, read_bytes, write_bytes
 
 HEARTBEAT_S = 10.0
 STALE_S = 60.0
-"""Seconds without a heartbeat after which anyone may take over the lock."""
+"""Seconds without a heartbeat until any driver may take over."""
 DOUBT_S = 45.0
-"""Seconds without a heartbeat after which a driver confirms its lock before it writes."""
+"""Seconds without a heartbeat until a driver confirms its lock before it writes."""
 SETTLE_S = 2.0
 """Seconds until a write race is decided, where files cannot be locked: the last writer wins."""
 CHECK_EVERY_S = 1.0
-"""Seconds between two looks at the lock of a possibly dead driver."""
+"""Seconds between looks at the lock of a possibly dead driver."""
 UNKNOWN = "an unknown driver (this version cannot read its _run/lock)"
 _RELEASES = 3
-"""Attempts to remove the lock."""
 BUSY_S = 2.0
-"""Seconds to wait for another process to finish its look at the lock, which takes milliseconds."""
 _EVERY_S = 0.01
 LAST_S = 10.0
-"""Seconds to wait for a hanging heartbeat at the end of a run."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +50,17 @@ class LockHolder:
     heartbeat: float
     """Seconds since the epoch, by the holder's clock."""
     pid_namespace: str = ""
-    """Boot and process namespace of the host, in which the pid is valid."""
+    """Boot and process namespace of the pid."""
 
     def is_gone(self, host: str) -> bool:
-        """Return True if the holder's process ran on `host`, this machine, and has ended."""
+        """Return True if the holder ran on `host`, this machine, and has ended."""
         here = _pid_namespace()
         if not here or (self.host, self.pid_namespace) != (host, here):
             return False
         return self.pid == os.getpid() or not os.path.exists(f"/proc/{self.pid}")
 
     def seems_alive(self, now: float) -> bool:
-        """Guess whether the holder is alive, by comparing the clocks of two machines."""
+        """Guess, by comparing the clocks of two machines."""
         return abs(now - self.heartbeat) <= STALE_S and not self.is_gone(socket.gethostname())
 
     def __str__(self) -> str:
@@ -71,13 +68,13 @@ class LockHolder:
 
 
 def read_lock(output: Location) -> LockHolder | None:
-    """Return the holder named in `_run/lock`, alive or dead; None without a valid lock."""
+    """Return the holder in `_run/lock`, alive or dead; None without a valid lock."""
     data = _read(output)
     return None if data is None else parse_lock(data)
 
 
 def _read(output: Location) -> bytes | None:
-    """Read the lock file, and again if it is invalid: a store may briefly send garbage."""
+    """Read the lock file, twice if invalid: a store may briefly send garbage."""
     data = read_bytes(lock_file(output))
     return data if data is None or parse_lock(data) else read_bytes(lock_file(output))
 
@@ -91,13 +88,9 @@ def parse_lock(data: bytes) -> LockHolder | None:
 class OutputLock:
     """The lock of an output folder. Use it through `held`.
 
-    A holder counts as dead if its process has ended, or if its lock has not changed for `STALE_S`.
-    Only the local clock counts; clocks of two machines are never compared.
-
-    Args:
-        clock: Wall clock.
-        monotonic: Steady clock.
-        host: Name of this machine.
+    A holder counts as dead if its process has ended, or if its lock has not changed for `STALE_S`
+    by
+    the local clock. Clocks of two machines are never compared.
     """
 
     def __init__(
@@ -112,9 +105,8 @@ class OutputLock:
         self._clock = clock
         self._monotonic = monotonic
         self._seen: bytes | None = None
-        """Lock of another driver, watched for changes."""
         self._since = 0.0
-        """Time at which the watched lock last changed, or the new lock was written."""
+        """Time of the last change of the watched or the written lock."""
         self._is_settling = False
         self._mutex = threading.Lock()
         self._written = 0.0
@@ -122,11 +114,10 @@ class OutputLock:
         self._lost: RunError | None = None
         self._released = threading.Event()
         self.predecessor: LockHolder | None = None
-        """Dead driver whose lock was taken over."""
 
     @property
     def watched(self) -> str:
-        """Describe the lock that `try_take` waits for; empty if there is none."""
+        """Lock that `try_take` waits for; empty without a wait."""
         if self._seen is None:
             return ""
         holder = parse_lock(self._seen) or UNKNOWN
@@ -165,10 +156,10 @@ class OutputLock:
         return is_exclusive
 
     def check(self) -> None:
-        """Check that the folder is still locked by this driver.
+        """Check that this driver still has the lock.
 
-        The store is asked only if the last heartbeat is old. A suspended driver may continue if
-        nobody has taken the folder meanwhile.
+        The store is asked only if the last heartbeat is old. A suspended driver may continue if the
+        folder was not taken meanwhile.
 
         Raises:
             RunError: The lock was lost.
@@ -194,7 +185,7 @@ class OutputLock:
             raise self._lost
 
     def beat(self) -> None:
-        """Renew the lock, or find out that it was lost. Raises OSError."""
+        """Renew the lock, or find it lost. Raises OSError."""
         with self._mutex, exclusive(self.output) as is_exclusive:
             if is_exclusive is None:
                 raise BlockingIOError("another process examines it and does not go on")
@@ -211,11 +202,11 @@ class OutputLock:
                 )
             else:
                 self._write()
-        if self._released.is_set():  # released while a slow store stored the heartbeat
+        if self._released.is_set():  # during the write
             self.release()
 
     def release(self) -> None:
-        """Remove the lock if it is held, and stop the heartbeat."""
+        """Remove the lock if it is held."""
         self._released.set()
         for _ in range(_RELEASES):
             # a remaining lock goes stale; it must not hide an earlier error
@@ -249,7 +240,7 @@ class OutputLock:
         return holder is not None and holder.run_id == self.run_id
 
     def _write(self) -> None:
-        """Write the lock, with contents that always differ from the last ones."""
+        """Write contents that always differ from the last ones."""
         steady = self._monotonic()
         wall = self._clock()
         self._written = wall if wall != self._written else math.nextafter(self._written, math.inf)
@@ -267,8 +258,7 @@ def held(
     """Wait for a lock and hold it, with a heartbeat thread.
 
     Args:
-        say: Receives a message about the driver that is waited for.
-        checkpoint: Called while waiting; may raise.
+        say: Receives a message about another driver.
 
     Raises:
         RunError: Another driver holds the folder.
@@ -278,7 +268,7 @@ def held(
 
     def keep() -> None:
         while not closing.wait(HEARTBEAT_S):
-            # `check` asks the store if the last heartbeat is too old
+            # `check` asks the store later
             with suppress(OSError):
                 lock.beat()
 
@@ -307,7 +297,7 @@ def held(
 def exclusive(output: Location) -> Iterator[bool | None]:
     """Exclude other processes while the lock is examined and taken.
 
-    Yields False if the file system cannot, and None if another process blocks, perhaps suspended.
+    Yields False if the file system cannot, and None while another process blocks.
     """
     folder = records_folder(output).path
     if not output.is_local or not os.path.isdir(folder):
@@ -325,15 +315,15 @@ def _locked(handle: int, until: float) -> bool | None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-        except (BlockingIOError, PermissionError):  # the latter on some network file systems
+        except (BlockingIOError, PermissionError):  # on some network file systems
             time.sleep(_EVERY_S)
-        except OSError:  # some network file systems cannot lock folders
+        except OSError:  # some network file systems cannot lock
             return False
     return None
 
 
 def _pid_namespace() -> str:
-    """Return an id that distinguishes containers with equal host names; empty without /proc."""
+    """Return an id that distinguishes containers with equal host names."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"

@@ -15,7 +15,7 @@ from specextend.stats import DecodingStats
 
 
 class Place(NamedTuple):
-    """Location of a worker, named so that later starts recognise it."""
+    """Location of a worker, the same in later starts."""
 
     host: str
     device: str
@@ -29,37 +29,32 @@ class Lease(NamedTuple):
     key: DocumentKey
     estimate: TokenEstimate
     attempt: int
-    """Number of this attempt, from 1; becomes `attempts` of the row."""
+    """From 1; becomes `attempts` of the row."""
     is_alone: bool = False
-    """True if nothing may run next to the document, because it may have caused a failure."""
+    """True if nothing may run beside it, because it may have caused a failure."""
 
 
 class Tried(NamedTuple):
     """Attempts of earlier starts at a document."""
 
     attempts: int
-    """All charged attempts."""
     struck: frozenset[Place] = frozenset()
-    """Places of the charged attempts."""
     forgiven: int = 0
-    """Attempts that ended in an error row to be retried. They do not count towards
-    `max_attempts`.
-    """
+    """Ended in an error row to be retried; not counted towards `max_attempts`."""
 
 
 class Done(NamedTuple):
-    """The result of a document: its output row and its counts."""
+    """A document's output row and counts."""
 
     row: Values
     stats: DecodingStats
     used_gib: float
-    """Peak memory of the worker so far."""
     speedup: float | None = None
-    """Speedup over plain decoding in the worker's last draft trial."""
+    """In the worker's last draft trial, over plain decoding."""
 
 
 def with_document(error: DocumentError, row: Row | None) -> DocumentError:
-    """Add the id and hash of `row` to an error, if the document could be read."""
+    """Add the id and hash of `row`, if the document could be read."""
     if row is not None:
         error.doc_id = row.doc_id
         error.content_sha256 = row.content_sha256
@@ -67,32 +62,32 @@ def with_document(error: DocumentError, row: Row | None) -> DocumentError:
 
 
 class SuspectedError(DocumentError):
-    """A failed batch. Its documents are tried again, each alone, to find the culprit."""
+    """A failed batch. Its documents are tried again, each alone."""
 
 
 class Lost(NamedTuple):
-    """The call of a lease was cancelled or lost, while its worker lives."""
+    """A call was cancelled or lost, while its worker lives."""
 
     reason: str
 
 
 Outcome = Done | DocumentError | Lost
-"""Result of a lease. After a retryable error in stage `read`, another worker may succeed."""
+"""After a retryable error in stage `read`, another worker may succeed."""
 
 
 class WorkerInfo(NamedTuple):
-    """Description of a ready worker."""
+    """A ready worker."""
 
     node_id: str
     host: str
     pid: int
     device: str
     accelerators: tuple[str, ...] = ()
-    """Accelerators assigned by Ray, such as `GPU 3`."""
+    """Assigned by Ray, such as `GPU 3`."""
     limits: dict[str, float] | None = None
-    """Capabilities of the device and demands of the target (`Engine.limits`); None if unknown."""
+    """From `Engine.limits`; None if unknown."""
     kernels: Sequence[Values] = ()
-    """`name`, `taken` and `why` of each kernel that was tried."""
+    """`name`, `taken` and `why` of each kernel."""
 
 
 class WorkerReport(NamedTuple):
@@ -100,7 +95,7 @@ class WorkerReport(NamedTuple):
 
     num_steps: int
     outputs: dict[str, int]
-    """Output tokens by lease id, for leases with a started prefill."""
+    """By lease id, after the start of prefill."""
 
 
 class Begun(NamedTuple):
@@ -117,7 +112,7 @@ class Ready(NamedTuple):
 
 
 class StartFailed(NamedTuple):
-    """A worker could not load its models."""
+    """A worker could not load."""
 
     worker: str
     reason: str
@@ -132,14 +127,14 @@ class Returned(NamedTuple):
 
 
 class Polled(NamedTuple):
-    """A worker has reported its progress."""
+    """A worker has reported."""
 
     worker: str
     report: WorkerReport
 
 
 class Draining(NamedTuple):
-    """A worker's node is about to go, for example a reclaimed spot instance."""
+    """A worker's node is about to go."""
 
     worker: str
 
@@ -150,7 +145,7 @@ class Died(NamedTuple):
     worker: str
     reason: str
     with_node: bool
-    """True if its node is down or unreachable, so that no document is to blame."""
+    """True if its node is gone, so that no document is to blame."""
 
 
 Event = Begun | Ready | StartFailed | Returned | Polled | Draining | Died

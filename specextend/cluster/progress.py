@@ -26,24 +26,23 @@ from specextend.stats import PHASES, DecodingStats, ratio
 from specextend.terminal import raw_stream, wrap_streams
 
 MAX_GAP_S = 10.0
-"""Maximum seconds counted between two readings of the clock."""
+"""Seconds that count between two readings."""
 WINDOW_S = 600.0
 """Seconds over which the rate is averaged."""
 DEFAULT_OUTPUT_COST = 10.0
-"""Cost of an output token relative to a prompt token, before it is measured."""
+"""Of an output token relative to a prompt token, before it is measured."""
 LEAST_LIMIT = 0.5
 """Share of failures up to which no run stops early."""
 MIN_ENDED = 100
-"""Minimum number of finished documents before the error rate is checked."""
 MIN_SHARE = 0.01
-"""Minimum share of finished documents. The longest come first and fail more often."""
+"""The longest documents come first and fail more often."""
 
 
 class AwakeClock:
     """Clock of the driver, which skips the time while its process or machine is suspended.
 
-    Otherwise, after a pause, every worker would seem hung and every document overdue. A gap counts
-    for at most `MAX_GAP_S`, a step back for nothing.
+    Otherwise every worker would seem hung. A gap counts for at most `MAX_GAP_S`, a step back for
+    nothing.
     """
 
     def __init__(self, source: Callable[[], float] = time.monotonic):
@@ -52,7 +51,7 @@ class AwakeClock:
         self._now = 0.0
 
     def __call__(self) -> float:
-        """Return the seconds without gaps."""
+        """Return seconds without gaps."""
         seconds = self._source()
         self._now += min(max(0.0, seconds - self._last), MAX_GAP_S)
         self._last = seconds
@@ -68,18 +67,17 @@ class Snapshot(NamedTuple):
     num_running: int
     num_workers: int
     num_loading: int
-    """Workers still loading their models."""
     fraction: float
     """Share of the work done, 0 to 1."""
     output_tokens_per_s: float | None
-    """Rate of all workers over the last ten minutes."""
+    """Rate of all workers over `WINDOW_S`."""
     mean_acceptance_length: float | None
     eta_s: float | None
-    """Seconds left; None while no worker is ready or no document is done."""
+    """None before a worker is ready and a document is done."""
 
 
 class Ledger:
-    """Work done and left, measured in prompt tokens + w * output tokens (`output_cost`)."""
+    """Work done and left, in prompt tokens + w * output tokens (`output_cost`)."""
 
     def __init__(
         self,
@@ -101,17 +99,12 @@ class Ledger:
         self._stats = DecodingStats()
         self._stats.add(work or DecodingStats())
         self._prompt_done = self._stats.num_prompt_tokens - self._stats.num_cached_tokens
-        """Estimated prompt tokens. A prefix shared by several tasks counts once."""
         self._history: deque[tuple[float, int, int]] = deque()
 
     def finish(
         self, key: DocumentKey, stats: DecodingStats | None, *, has_failed: bool = False
     ) -> None:
-        """Record a finished document and its counts, or an error row (None).
-
-        Args:
-            has_failed: Some tasks of the document have failed.
-        """
+        """Record a document and its counts, or an error row (None); tasks of it may have failed."""
         estimate = self._estimates[key]
         self._prompt_left -= estimate.num_prompt_tokens
         self._output_left -= estimate.max_new_tokens
@@ -127,7 +120,7 @@ class Ledger:
 
     @property
     def doubt(self) -> str:
-        """Return a warning if the draft hardly fits its target, else an empty string."""
+        """Warn if the draft hardly fits its target; else return an empty string."""
         return self._stats.doubt(self._draft_kind, self._num_done)
 
     @property
@@ -149,12 +142,10 @@ class Ledger:
 
         Args:
             now: Seconds of any monotonic clock.
-            num_workers: Ready workers.
-            num_loading: Workers still loading their models.
-            running: Documents in engines, see `Scheduler.running`.
+            running: See `Scheduler.running`.
         """
         if not num_workers:
-            self._history.clear()  # the time spent loading is not part of the rate
+            self._history.clear()  # loading is not part of the rate
         read, allowed, written = np.array([(0, 0, 0), *running]).sum(axis=0).tolist()
         prompt = self._prompt_done + read
         output = self._stats.num_output_tokens + written
@@ -165,7 +156,7 @@ class Ledger:
         cost = self.output_cost
         elapsed = now - then
         done = prompt + cost * output
-        # assume that the remaining outputs end as early as the finished ones, on average
+        # outputs are assumed to end as early as the finished ones
         share = ratio(self._stats.num_output_tokens, self._output_allowed) or 1.0
         output_left = share * self._output_left - min(written, share * allowed)
         left = max(0.0, self._prompt_left - read + cost * output_left)
@@ -185,9 +176,7 @@ class Ledger:
 
 
 class Metrics:
-    """Counters exported by Ray's metrics port as `ray_specextend_*_total`. Needs a connected
-    Ray.
-    """
+    """Counters exported by a connected Ray as `ray_specextend_*_total`."""
 
     def __init__(self, run_id: str, num_failed: int = 0):
         from ray.util import metrics
@@ -218,10 +207,7 @@ class Metrics:
 
 
 class ErrorGuard:
-    """Stops a run if most of its documents fail.
-
-    Failures caused by the content of a row, such as null text, do not count.
-    """
+    """Stops a run if most of its documents fail, except by their content, such as null text."""
 
     def __init__(self, allowed: float, num_documents: int):
         self._limit = max(LEAST_LIMIT, allowed)
@@ -231,7 +217,7 @@ class ErrorGuard:
         self._examples: dict[str, str] = {}
 
     def count(self, error: DocumentError | None) -> None:
-        """Count a document, finished or failed, unless its content is at fault."""
+        """Count a document, unless its content is at fault."""
         if error is None:
             self._num_done += 1
         elif error.retryable or error.stage not in ("read", "prompt"):
@@ -239,7 +225,7 @@ class ErrorGuard:
             self._examples.setdefault(error.error_class, f"{error.doc_id}: {error.message}")
 
     def check(self) -> None:
-        """Raise RunError if too many of the finished documents have failed."""
+        """Raise RunError after too many failures."""
         num_failed = self._failed.total()
         num_ended = self._num_done + num_failed
         if num_ended < self._least or num_failed <= self._limit * num_ended:
@@ -260,13 +246,13 @@ def describe_duration(seconds: float) -> str:
 
 
 LINE_EVERY_S = 30.0
-"""Seconds between two progress lines of a log."""
+"""Seconds between progress lines."""
 Fact = str | int | float | None
 LogFormat = Literal["text", "json"]
 
 
 def describe(snapshot: Snapshot) -> str:
-    """Format a snapshot as a single line."""
+    """Format a snapshot as a line."""
     rate = snapshot.output_tokens_per_s
     length = snapshot.mean_acceptance_length
     is_running = snapshot.num_workers > 0
@@ -304,7 +290,7 @@ class Pace:
     _last: float = -math.inf
 
     def is_due(self, now: float) -> bool:
-        """Return True the first time, and when the interval has passed since the last True."""
+        """Return True the first time, and an interval after each True."""
         if now - self._last < self._every_s:
             return False
         self._last = now
@@ -312,13 +298,13 @@ class Pace:
 
 
 class Display:
-    """Reports progress and events as plain lines, for logs."""
+    """Reports progress and events as lines of a log."""
 
     def __init__(self, write: Callable[[str], object]):
         self._write, self._pace = write, Pace(LINE_EVERY_S)
 
     def show(self, snapshot: Snapshot, now: float) -> None:
-        """Report the progress, at most every `LINE_EVERY_S` seconds."""
+        """Report the progress, at most every `LINE_EVERY_S`."""
         if self._pace.is_due(now):
             self.event("progress", describe(snapshot), **snapshot._asdict())
 
@@ -357,23 +343,22 @@ class BarDisplay(Display):
         )
 
     def close(self) -> None:
-        """Stop drawing; the bar stays."""
+        """Stop drawing."""
         self._progress.stop()
 
 
 class JsonDisplay(Display):
-    """Writes a JSON object per event and line: `time`, `run`, `event`, its facts, and any
-    `message`.
+    """Writes a JSON object per event and line: `time`, `run`, `event`, its facts, any `message`.
 
-    Events about a document name its key (`file`, `row`), its id (`document`) once known, `worker`
+    Events about a document name its `file`, `row` and, once known, `document` (its id), and
+    `worker`
     and `attempt`.
     """
 
     _run_id: Fact = None
-    """Fact `run` of the last event that had it."""
 
     def event(self, name: str, message: str = "", /, **facts: Fact) -> None:
-        """Write a line of ASCII. Facts with None or NaN are left out."""
+        """Write a line of ASCII without facts that are None or NaN."""
         self._run_id = facts.get("run", self._run_id)
         head = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -399,22 +384,19 @@ class Forgiving:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write `text` or drop it."""
+        """Write or drop `text`."""
         with suppress(OSError):
             return self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream if possible."""
+        """Flush if possible."""
         with suppress(OSError):
             self._stream.flush()
 
 
 def open_display(stream: TextIO | None = None, log: LogFormat = "text") -> Display:
-    """Open a display for `stream` (default stderr): JSON, a bar on a terminal, or plain lines.
-
-    Failed writes are dropped.
-    """
+    """Open a display for `stream` (default stderr): JSON, a bar on a terminal, or plain lines."""
     stream = stream or sys.stderr
     if log == "text" and stream.isatty():
         return BarDisplay(Console(file=cast(TextIO, Forgiving(raw_stream(stream)))))
@@ -430,11 +412,11 @@ def open_display(stream: TextIO | None = None, log: LogFormat = "text") -> Displ
 
 
 def lease_facts(worker: str, lease: Lease) -> dict[str, Fact]:
-    """Return the facts about a lease for the log."""
+    """Describe a lease for the log."""
     return lease.key._asdict() | {"worker": worker, "attempt": lease.attempt}
 
 
 def result_facts(done: Done) -> dict[str, Fact]:
-    """Return the facts about a result for the log, without any text of the document."""
+    """Describe a result for the log, without any text of the document."""
     counts = ("num_prompt_tokens", "num_output_tokens", "mean_acceptance_length", "total_s")
     return {"document": done.row["doc_id"]} | {name: getattr(done.stats, name) for name in counts}

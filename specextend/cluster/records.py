@@ -1,7 +1,6 @@
 """Records of a run in progress: commits of finished rows, records of starts, and the status.
 
-No other code writes them. `specextend status` imports this module, so it must not import Ray or
-torch.
+`specextend status` imports this module, so it must not import Ray or torch.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ if TYPE_CHECKING:  # they import torch
 
 LEAST_ROWS = 64
 ROWS_PER_WORKER = 8
-"""Rows per commit, to limit a large run to thousands of files."""
+"""Limits a large run to thousands of files."""
 _PACKAGES = ("specextend", "torch", "transformers", "ray", "pyarrow", "numpy")
 
 
 class StartRecord:
     """The record of a start, `_run/attempts/<run id>.json`, from its lock to its exit code.
 
-    Worker events are kept in memory until `write` is called.
+    Worker events are kept in memory until `write`.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class StartRecord:
         self._clock = clock
         self._workers: dict[str, Values] = {}
         self.is_changed = False
-        """True if workers have changed since the last write."""
         self._record: Values = {
             "run_id": run_id,
             "begin": self._now(),
@@ -92,9 +90,7 @@ class StartRecord:
         }
 
     def ending(self, exit_code: int) -> Start:
-        """Set the end to now and return the record for the report, which is written before the
-        record.
-        """
+        """Set the end to now, for the report, which is written before the record."""
         self._record["end"] = self._now()
         return parse_start(self._contents() | {"exit_code": exit_code}, self._record["run_id"])
 
@@ -104,17 +100,17 @@ class StartRecord:
         return parse_start(self._contents(), self._record["run_id"])
 
     def worker_asked(self, worker: str, seat: int) -> None:
-        """Record a request for a worker. `seat` counts from 1 and passes to its replacement."""
+        """Record a request for a worker; its replacement has the same `seat`, from 1."""
         unknown = dict.fromkeys(("begun", "ready", "gone", "reason", "used_gib", "speedup"))
         self._workers[worker] = {"worker": worker, "seat": seat, "asked": self._now(), **unknown}
         self.is_changed = True
 
     def note(self, worker: str, event: Literal["begun", "ready", "gone"], **facts: Any) -> None:
-        """Record the time of an event of a worker, and facts about it."""
+        """Record the time and the facts of an event."""
         self._add(worker, **{event: self._now()}, **facts)
 
     def worker_used(self, worker: str, gib: float) -> bool:
-        """Record the peak memory of a worker; return True for the first value of any worker."""
+        """Record a peak memory; return True for the first of any worker."""
         if gib <= (self._workers[worker]["used_gib"] or 0.0):
             return False
         is_first = not any(each["used_gib"] for each in self._workers.values())
@@ -122,7 +118,7 @@ class StartRecord:
         return is_first
 
     def worker_tried(self, worker: str, speedup: float | None) -> bool:
-        """Record the speedup of a worker's last draft trial; return True if it has changed."""
+        """Record the speedup of a draft trial; return True if it has changed."""
         if speedup == self._workers[worker]["speedup"]:
             return False
         self._add(worker, speedup=speedup)
@@ -140,12 +136,12 @@ class StartRecord:
         return self._record["planned_gib"] or 0.0
 
     def plan(self, memory: ReadOnly) -> None:
-        """Store the planned memory of a worker, see `plan_memory`."""
+        """Store the result of `plan_memory`."""
         self._record |= {"memory": dict(memory), "planned_gib": sum(memory["memory_gib"].values())}
         self.is_changed = True
 
     def charged(self, charges: Mapping[DocumentKey, Tried]) -> None:
-        """Write the attempts at open documents, including those of earlier starts."""
+        """Write the attempts at open documents, with those of earlier starts."""
         self._record["charges"] = {
             f"{key.file}:{key.row}": {"attempts": tried.attempts, "struck": sorted(tried.struck)}
             for key, tried in charges.items()
@@ -178,7 +174,7 @@ class StartRecord:
 
 
 def rows_per_commit(workers: int) -> int:
-    """Return the number of rows in a commit."""
+    """Return the size of a commit."""
     return max(LEAST_ROWS, ROWS_PER_WORKER * workers)
 
 
@@ -194,16 +190,13 @@ class Committer:
     every_s: float
     _rows: list[Values] = field(default_factory=list)
     _committed_at: float = 0.0
-    """By the clock of `commit_if_due`."""
 
     def add(self, row: Values) -> None:
         """Add a finished row."""
         self._rows.append(row)
 
     def commit_if_due(self, now: float) -> None:
-        """Check the lock, and commit if enough rows or time have accumulated. Raises as
-        `commit`.
-        """
+        """Check the lock, and commit if it is time. Raises as `commit`."""
         self.lock.check()
         is_time = now - self._committed_at >= self.every_s
         if len(self._rows) >= self.every_rows or (
@@ -213,12 +206,7 @@ class Committer:
             self._committed_at = now
 
     def commit(self) -> None:
-        """Write the rows, and the record if it has changed.
-
-        Raises:
-            RunError: The lock was lost.
-            OutputError: The folder cannot be written.
-        """
+        """Write the rows, and the record if it has changed. Raises RunError or OutputError."""
         with writing(self.output):
             self.writer.commit(self._rows)
             if self.record.is_changed:
@@ -248,14 +236,14 @@ def say_failed(
 
 
 def task_error(row: ReadOnly) -> DocumentError | None:
-    """Return the failure of some tasks of a document; None if all have succeeded."""
+    """Return the failure of some tasks of a document, if any."""
     if row.get("error_class") is None:
         return None
     return DocumentError(**{name: row[name] for name in (*FAILURE.names, "doc_id")})
 
 
 def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Tried]:
-    """Collect the attempts of earlier starts by document. Attempts with an error row are forgiven.
+    """Collect attempts of earlier starts. Attempts with an error row are forgiven.
 
     Unreadable entries are skipped: at worst, the document gets all attempts again.
     """
@@ -277,7 +265,7 @@ def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Trie
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that may affect results."""
+    """Return the versions of Python and of libraries that may affect results."""
     installed = {
         package: package_version(package) or "not installed as a package" for package in _PACKAGES
     }
@@ -287,8 +275,7 @@ def library_versions() -> dict[str, str]:
 def read_status(output: Location) -> Values:
     """Read the state of a run, its rows and starts. Damaged records become `warnings`.
 
-    Raises:
-        ValueError: There is no run, or its rows cannot be counted.
+    Raises ValueError without a run, or for uncountable rows.
     """
     manifest = read_manifest(output)
     driver = read_lock(output)

@@ -1,12 +1,11 @@
 """The scheduler assigns documents to workers and charges documents for failures. Pure.
 
-Times are seconds of any monotonic clock, passed in by the caller. A document is open until `finish`
-or a `GivenUp`. Rules of assignment:
+Times are seconds of any monotonic clock. A document is open until `finish` or a `GivenUp`. Rules:
 
 - Neighbouring rows go to the same worker, the longest documents first (`Backlog`).
 - A document suspected of a failure runs alone, if possible at another place.
-- A place where workers die gets a single document at a time until it finishes a document. After
-  `MAX_DEATHS` deaths in a row the place is left out, unless all other places are as bad.
+- A place where workers die gets a single document at a time until a document is finished there.
+  After `MAX_DEATHS` deaths in a row the place is left out, unless all others are as bad.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ if TYPE_CHECKING:  # it imports torch
     from specextend.config import JobOptions
 
 MAX_LOSSES = 10
-"""Uncharged leases a document may lose, with a node or before a worker reported its start."""
+"""Uncharged leases a document may lose, with a node or before a reported start."""
 LOSSES_ALONE = 2
 """Lost leases after which a document runs alone."""
 MAX_DEATHS = 6
-"""Consecutive deaths at a place, without a finished document, before it is left out."""
+"""Consecutive deaths at a place before it is left out."""
 ALONE_SHARE = 4
-"""Share of workers (1/4, at least one) reserved for documents that run alone while others wait."""
+"""A quarter of the workers is reserved for documents that run alone."""
 IDLE_S = 60.0
-"""Seconds without work after which a superfluous worker is released."""
+"""Seconds until an idle superfluous worker is released."""
 PAUSE_S = 10.0
-"""Seconds of rest for a worker after a failed read."""
+"""Seconds of rest after a failed read."""
 
 
 class GivenUp(NamedTuple):
@@ -49,7 +48,6 @@ class GivenUp(NamedTuple):
     attempts: int
     error: DocumentError
     worker: str
-    """Last worker of the document."""
 
 
 @dataclass(slots=True)
@@ -59,9 +57,8 @@ class OpenDocument:
     key: DocumentKey
     attempts: int = 0
     forgiven: int = 0
-    """Attempts not counted towards `max_attempts`."""
     struck: set[Place] = field(default_factory=set)
-    """Places where a worker or batch failed with this document."""
+    """Of failed workers and batches."""
     losses: int = 0
 
     @property
@@ -79,29 +76,25 @@ class Holder:
     moved_at: float
     leases: dict[str, HeldLease] = field(default_factory=dict)
     num_closing: int = 0
-    """Cancelled leases with calls still in progress."""
+    """Cancelled calls still in progress."""
     num_steps: int = -1
     rests_until: float = -math.inf
     is_alone: bool = False
-    """True while the worker holds a document that runs alone."""
     is_draining: bool = False
-    """True if its node is about to go."""
 
     @property
     def is_empty(self) -> bool:
-        """Return True without leases, cancelled ones included."""
+        """Return True without leases, cancelled or not."""
         return not self.num_taken
 
     @property
     def num_taken(self) -> int:
-        """Count the leases, cancelled ones included."""
+        """Count the leases, cancelled or not."""
         return len(self.leases) + self.num_closing
 
     @property
     def holds_struck(self) -> bool:
-        """Return True if all its documents were struck elsewhere as well, which explains a
-        death.
-        """
+        """Return True if all its documents were struck elsewhere too, which explains a death."""
         return bool(self.leases) and all(
             held.document.struck - {self.place} for held in self.leases.values()
         )
@@ -116,7 +109,7 @@ class HeldLease:
     worker: Holder
     started_at: float | None = None
     num_outputs: int | None = None
-    """Output tokens so far; None before the engine has started it."""
+    """Output tokens so far; None before prefill."""
 
 
 class Scheduler:
@@ -138,12 +131,10 @@ class Scheduler:
             stem: Prefix of all lease ids.
             tried: Attempts of earlier starts.
             group_rows: Rows of each row group, per file.
-            num_extra: Leases beyond a worker's batch. Near the end there are none, for idle
-                workers.
+            num_extra: Leases beyond a worker's batch, except near the end.
         """
         self._job = job
         self.num_open = len(estimates)
-        """Documents neither finished nor given up."""
         self._estimates = estimates
         self._stem = stem
         self._leases_per_worker = leases_per_worker
@@ -156,26 +147,23 @@ class Scheduler:
         apart = [document for document in self._documents.values() if document.runs_alone]
         self._backlog = Backlog(estimates, group_rows, [document.key for document in apart])
         self._alone: list[Rank] = []
-        """Documents waiting to run alone, in the order of work."""
         for document in apart:
             self._put_back(document)
         self._has_charged = False
         self.given_up: list[GivenUp] = []
-        """Documents to be reported as error rows; the driver empties the list."""
+        """Future error rows; the driver empties the list."""
         self.workers: dict[str, Holder] = {}
-        """Ready workers by name."""
         self.held: dict[str, HeldLease] = {}
-        """Leases in force by id."""
         self._num_granted = itertools.count(1)
         self._deaths: Counter[Place] = Counter()
-        """Unexplained consecutive deaths, without a finished document in between."""
+        """Unexplained deaths since the last finished document."""
         self._last_words: dict[Place, str] = {}
         self._left_out: set[Place] = set()
         self._num_coming = 0
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of open documents without a worker."""
+        """Count the open documents without a worker."""
         return len(self._backlog) + len(self._alone)
 
     @property
@@ -185,10 +173,9 @@ class Scheduler:
 
     @property
     def num_wanted(self) -> int:
-        """Return the number of useful workers.
+        """Count the workers that are busy or can take a waiting document.
 
-        A worker is useful if it is busy or can take a waiting document. Each place that may be at
-        fault for a death adds a worker.
+        Each place that may be at fault for a death adds a worker.
         """
         workers = self.workers.values()
         useful = min(
@@ -200,11 +187,11 @@ class Scheduler:
         )
 
     def first_waiting(self, limit: int) -> list[DocumentKey]:
-        """List up to `limit` waiting documents; documents that run alone come first."""
+        """List up to `limit` waiting documents, those that run alone first."""
         return [*(key for _, key in self._alone), *self._backlog.first(limit)][:limit]
 
     def running(self) -> list[tuple[int, int, int]]:
-        """List prompt tokens, maximum and current output tokens of the documents in engines.
+        """List prompt tokens, maximum and current output tokens in engines.
 
         All three are 0 before decoding starts.
         """
@@ -232,10 +219,7 @@ class Scheduler:
         self._num_coming = num_coming
 
     def join(self, worker: str, place: Place, now: float) -> tuple[int, str] | None:
-        """Add a ready worker.
-
-        Returns None, or if its place is left out, the number of deaths there and the last reason.
-        """
+        """Add a ready worker, or return the deaths and last reason if its place is left out."""
         assert worker not in self.workers, f"{worker} joined twice"
         self.workers[worker] = Holder(worker, place, now)
         others = {other.place for other in self.workers.values()} - {place} - self._left_out
@@ -246,10 +230,7 @@ class Scheduler:
         return (self._deaths[place], self._last_words[place]) if place in self._left_out else None
 
     def report(self, worker: str, num_steps: int, outputs: Mapping[str, int], now: float) -> bool:
-        """Record a worker's step counter and the output tokens of its started leases.
-
-        Returns True if the counter has moved.
-        """
+        """Record a worker's steps and output tokens by lease; return True after a step."""
         state = self.workers[worker]
         has_moved = num_steps > max(0, state.num_steps)
         if num_steps != state.num_steps:
@@ -262,9 +243,7 @@ class Scheduler:
         return has_moved
 
     def assign(self, now: float) -> list[tuple[str, Lease]]:
-        """Grant all due leases: documents that run alone go to empty workers, the others are
-        spread.
-        """
+        """Grant all due leases: empty workers for documents that run alone, the rest spread."""
         if not self.num_waiting:
             return []
         takers = [worker for worker in self.workers.values() if self._takes(worker, now)]
@@ -275,7 +254,9 @@ class Scheduler:
         return is_ready and worker.rests_until <= now and worker.place not in self._left_out
 
     def _assign_alone(self, takers: list[Holder], now: float) -> list[tuple[str, Lease]]:
-        """Grant documents to empty workers, or reserve the emptiest. Removes them from `takers`."""
+        """Grant documents to empty workers, or reserve the emptiest, and remove these from
+        `takers`.
+        """
         granted: list[tuple[str, Lease]] = []
         room = max(1, len(self.workers) // ALONE_SHARE) if len(self._backlog) else len(self.workers)
         room -= sum(worker.is_alone for worker in self.workers.values())
@@ -301,9 +282,7 @@ class Scheduler:
         return granted
 
     def _places_for(self, struck: frozenset[Place]) -> set[Place]:
-        """Return the best places for a struck document: other hosts, then other places, fewest
-        deaths.
-        """
+        """Prefer other hosts, then other places, then fewest deaths."""
         hosts = {place.host for place in struck}
         known = {worker.place for worker in self.workers.values()} - self._left_out
         allowed = {place for place in known if place.host not in hosts}
@@ -343,7 +322,7 @@ class Scheduler:
         return lease
 
     def finish(self, lease_id: str) -> None:
-        """Close the document of a finished lease."""
+        """Close a finished document."""
         held = self._release(lease_id)
         del self._deaths[held.worker.place]
         self._close(held.document)
@@ -355,7 +334,7 @@ class Scheduler:
         self._give_up(held, error)
 
     def seconds_for(self, lease: Lease) -> float:
-        """Return the deadline of a document, in seconds from the start of its prefill."""
+        """Return the seconds from the start of prefill to the deadline."""
         return self._job.document_deadline_s * (1 + lease.estimate.total / 1000)
 
     def overdue(self, now: float) -> list[HeldLease]:
@@ -367,9 +346,7 @@ class Scheduler:
         ]
 
     def expire(self, lease_id: str, message: str) -> None:
-        """Cancel an overdue lease and charge its document. Call `closed` when the call has
-        returned.
-        """
+        """Cancel an overdue lease and charge its document; `closed` follows."""
         error = _failure("DeadlineExceeded", message)
         self._charge(self._call_back(lease_id), error, is_certain=True)
 
@@ -379,16 +356,16 @@ class Scheduler:
         self._charge(held, error, is_certain=held.lease.is_alone or error.stage == "read")
 
     def unread(self, lease_id: str, now: float) -> None:
-        """Return a document that its worker could not read. The worker rests for `PAUSE_S`."""
+        """Return an unread document. The worker rests for `PAUSE_S`."""
         held = self._release(lease_id)
         self._put_back(held.document)
         worker = held.worker
         worker.rests_until = now + PAUSE_S
         if all(other.started_at is None for other in worker.leases.values()):
-            worker.moved_at = now  # the answer shows that the worker does not hang
+            worker.moved_at = now  # an answer shows that it does not hang
 
     def take_back(self, lease_id: str, message: str) -> None:
-        """Return a document after its call was lost, as if the node had died."""
+        """Return a document after a lost call, as if the node had died."""
         self._count_loss(self._release(lease_id), message)
 
     def closed(self, worker: str) -> None:
@@ -398,10 +375,9 @@ class Scheduler:
         assert state.num_closing >= 0
 
     def drain(self, worker: str) -> list[Lease]:
-        """Stop a worker on a node that is about to go, and take back the leases not yet started.
+        """Stop a worker whose node is about to go; return its leases that had not started.
 
-        Neither a charge nor a loss is counted. Returns the leases; call `closed` for each returned
-        call.
+        Nothing is counted against these. Call `closed` for each returned call.
         """
         state = self.workers[worker]
         state.is_draining = True
@@ -471,7 +447,7 @@ class Scheduler:
         return held
 
     def _call_back(self, lease_id: str) -> HeldLease:
-        """End a lease whose call continues; it occupies the worker until `closed`."""
+        """End a lease whose call occupies the worker until `closed`."""
         self.held[lease_id].worker.num_closing += 1
         return self._release(lease_id)
 
@@ -486,7 +462,6 @@ class Scheduler:
         if document.runs_alone:
             bisect.insort(self._alone, rank(self._estimates[document.key].total, document.key))
             return
-        # forget a document without history
         if not (document.attempts or document.losses or document.struck):
             del self._documents[document.key]
         self._backlog.put(document.key)

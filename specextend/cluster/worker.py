@@ -40,7 +40,7 @@ from specextend.requests.tasks import Task, answer, finished_row, tasks_of
 from specextend.terminal import wrap_streams
 
 ENGINE_EXIT_CODE = 70
-"""Exit code after a failure of the whole engine or of the GPU context."""
+"""After a failure of the whole engine or of the GPU."""
 
 
 RequestOutcome = Completion | DocumentError
@@ -48,11 +48,7 @@ EngineFactory = Callable[[RunConfig], Engine]
 
 
 def checked_engine(config: RunConfig, factory: EngineFactory, hashes: Mapping[str, str]) -> Engine:
-    """Build an engine after checking that the local model files match the driver's `hashes`.
-
-    Raises:
-        ModelError: A file differs.
-    """
+    """Build an engine if the local model files match the driver's `hashes`. Raises ModelError."""
     check_files(config.target, config.active_draft, hashes)
     return factory(config)
 
@@ -64,7 +60,7 @@ class Worker:
     _tasks: list[Task]
 
     def __init__(self, config: RunConfig, source: Source, factory: EngineFactory):
-        # Ray shows the output of workers on the driver's terminal, quoted text included
+        # Ray shows workers' output on the driver's terminal, quoted text included
         wrap_streams()
         self._config = config
         self._source = source
@@ -74,8 +70,8 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[str, asyncio.Future[RequestOutcome]] = {}
         self._decoded: Counter[str] = Counter()
-        """Output tokens of a lease's finished requests, until the lease ends."""
-        # requests in the engine, neither settled nor cancelled
+        """Of a lease's finished requests."""
+        # neither settled nor cancelled
         self._handed_out: dict[str, Request] = {}
         self._name = f"{os.uname().nodename}:{os.getpid()}"
 
@@ -97,10 +93,8 @@ class Worker:
         return WorkerInfo(*place, device, accelerators, limits, kernels)
 
     def load(self) -> tuple[str, dict[str, float] | None]:
-        """Load the models and start the engine thread. Returns the device name and
-        `Engine.limits`.
-        """
-        gc.freeze()  # imported objects are no garbage; scanning them takes half a second
+        """Load the models and start the engine thread; return device and `Engine.limits`."""
+        gc.freeze()  # scanning imported objects takes half a second
         config = self._config
         if not config.job.gpus_per_worker:
             torch.set_num_threads(config.job.num_cores)
@@ -155,7 +149,7 @@ class Worker:
         return Done(made, summary.completion.stats, peak_bytes() / GIB, self._engine.speedup)
 
     async def progress(self) -> WorkerReport:
-        """Return the step counter and the output tokens of each started lease."""
+        """Return the steps, and the output tokens of started leases."""
         outputs = Counter(self._decoded)
         for request_id, num_tokens in self._engine.progress().items():
             outputs[request_id.partition(":")[0]] += num_tokens
@@ -199,12 +193,11 @@ class Worker:
             request = self._inbox.take(block=self._engine.num_active == 0)
             if request is not None:
                 self._handed_out[request.request_id] = request
-                if request.request_id not in self._waiting:  # cancelled before it was noted there
+                if request.request_id not in self._waiting:  # cancelled meanwhile
                     self._handed_out.pop(request.request_id, None)
             yield request
 
     def _on_batch_error(self, error: BatchError) -> None:
-        """Mark the requests of the failed batch as suspects, and queue the others again."""
         cause = error.__cause__ or error
         traceback.print_exception(cause, file=sys.stderr)
         failure = SuspectedError(type(cause).__name__, first_line(cause), "decode", retryable=True)
@@ -220,7 +213,6 @@ class Worker:
         self._settle(request_id, as_document_error(error))
 
     def _settle(self, request_id: str, outcome: RequestOutcome) -> None:
-        """Pass an outcome to the waiting call, on the loop's thread."""
         self._handed_out.pop(request_id, None)
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._resolve, request_id, outcome)
@@ -235,7 +227,6 @@ class Worker:
 
 
 def _exit_on_device_error(error: BaseException) -> None:
-    """End the process after an error that leaves the device unusable."""
     if is_device_error(error):
         _end_process(error)
 

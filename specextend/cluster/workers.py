@@ -1,4 +1,4 @@
-"""Workers of a run: the plan of starts and replacements (`Roster`) and the Ray actors (`Pool`)."""
+"""Workers of a run: the plan of starts (`Roster`) and the Ray actors (`Pool`)."""
 
 import math
 import time
@@ -48,54 +48,51 @@ from specextend.data.inputs import DocumentError
 from specextend.data.source import Source
 
 POLL_S = 2.0
-"""Minimum seconds between two polls of a worker."""
+"""Seconds between polls of a worker."""
 POLLS_PER_S = 250.0
-"""Maximum polls per second over all workers, which take 3% to 5% of a core."""
+"""All workers together; takes 3% to 5% of a core."""
 DRAIN_EVERY_S = 5.0
-"""Seconds between two questions to Ray about draining nodes."""
+"""Seconds between questions to Ray about draining nodes."""
 GATHER_S = 0.02
-"""Seconds to gather further answers, because a turn of the driver has a fixed cost."""
+"""To gather further answers, because a turn of the driver has a fixed cost."""
 START_S = 1800.0
-"""Seconds for a worker's process to load its models, before the worker is replaced."""
+"""For a process to load its models, before the worker is replaced."""
 VERDICT_S = 5.0
-"""Seconds for Ray to report the loss of a node after a worker is gone."""
+"""For Ray to report the loss of a node."""
 MAX_FAILED_STARTS = 5
-"""Consecutive failed starts at a seat, without any ready worker, before the run is given up."""
+"""Consecutive, at a seat and without any ready worker, before the run is given up."""
 MAX_FRUITLESS_DEATHS = 50
-"""Consecutive deaths of workers, without a finished document, before the run is given up."""
+"""Consecutive, without a finished document, before the run is given up."""
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 PATIENCE_S = 600.0
-"""Seconds during which a new worker counts as coming; a cluster may have no room for it."""
+"""Seconds for which a new worker counts as coming, where a cluster may have no room."""
 
 
 class Roster:
-    """Decides which workers to start. Dead ones are replaced, failed starts repeated after a pause.
+    """Decides which workers to start. Dead ones are replaced, failed starts repeated later.
     Pure.
     """
 
     def __init__(self, size: int):
         self._not_before = [0.0] * size
-        """Earliest start on each seat."""
+        """By seat."""
         self._num_failures = [0] * size
-        """Consecutive failed starts by seat."""
         self._seats: dict[str, int] = {}
-        """Seat of each worker. A replacement takes over the seat."""
+        """A replacement takes over the seat."""
         self._asked: dict[str, float] = {}
-        """Request times of workers not yet ready."""
         self._states: dict[str, Literal["loading", "ready", "left out"]] = {}
-        """States of workers with a process."""
         self._num_started = self._num_fruitless = 0
         self._is_of_use = False
 
     @property
     def num_ready(self) -> int:
-        """Return the number of workers that take leases."""
+        """Count the workers that take leases."""
         return [*self._states.values()].count("ready")
 
     @property
     def num_loading(self) -> int:
-        """Return the number of workers loading models."""
+        """Count the workers loading models."""
         return [*self._states.values()].count("loading")
 
     def due(self, now: float, num_wanted: int) -> list[str]:
@@ -115,24 +112,24 @@ class Roster:
         return names
 
     def not_needed(self, num_wanted: int) -> list[str]:
-        """Name the superfluous workers not yet ready, the latest first."""
+        """Name superfluous workers not yet ready, the latest first."""
         surplus = max(0, len(self._seats) - num_wanted)
         return list(reversed(self._asked))[:surplus]
 
     def num_coming(self, now: float) -> int:
-        """Return the number of workers expected soon."""
+        """Count the workers expected soon."""
         return sum(now - asked < PATIENCE_S for asked in self._asked.values())
 
     def seat(self, worker: str) -> int:
-        """Return the seat number of a worker, from 1."""
+        """Return the seat number, from 1."""
         return self._seats[worker] + 1
 
     def begun(self, worker: str) -> None:
-        """Record the start of a worker's process."""
+        """Record a started process."""
         self._states[worker] = "loading"
 
     def ready(self, worker: str) -> None:
-        """Record a worker with loaded models."""
+        """Record a ready worker."""
         self._num_failures[self._seats[worker]] = 0
         self._asked.pop(worker, None)
         self._states[worker] = "ready"
@@ -142,10 +139,8 @@ class Roster:
         self._states[worker] = "left out"
 
     def failed(self, worker: str, reason: str, now: float) -> float:
-        """Record a failed start; return the seconds until the next.
-
-        Raises:
-            RunError: Too many starts have failed.
+        """Record a failed start; return the seconds until the next. Raises RunError after too
+        many.
         """
         seat = self.let_go(worker)
         self._num_failures[seat] += 1
@@ -159,15 +154,11 @@ class Roster:
         return pause
 
     def died(self, worker: str, reason: str, *, is_explained: bool = False) -> None:
-        """Record the death of a ready worker.
+        """Record the death of a ready worker. Raises RunError after too many.
 
         Args:
-            is_explained: Other workers have died over its documents. These run at the end, without
-                finished documents in between, so the death counts only if no document was ever
-                done.
-
-        Raises:
-            RunError: Too many workers have died.
+            is_explained: Other workers have died over its documents. These run at the end, so the
+                death counts only if no document was ever done.
         """
         self.let_go(worker)
         if is_explained and self._is_of_use:
@@ -204,7 +195,6 @@ class _Actor:
     loads_since: float = math.inf
     poll_at: float = math.inf
     runs: dict[str, Any] = field(default_factory=dict)
-    """Ray references of its leases, by lease id."""
     is_draining: bool = False
     dying_since: float | None = None
     is_dead: bool = False
@@ -222,13 +212,12 @@ class Pool:
     source: Source
     factory: EngineFactory
     early: list[Any] = field(default_factory=list)
-    """Actors started before the pool."""
     earlier: Callable[[DocumentKey], Earlier | None] = lambda key: None
-    """Finds answers of earlier starts, if only some tasks are repeated."""
+    """Finds answers to repeat only some tasks."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     _actors: dict[str, _Actor] = field(default_factory=dict)
     _answers: SimpleQueue[tuple[_Call, Future[Any]]] = field(default_factory=SimpleQueue)
-    """Answered calls, added by a thread of Ray."""
+    """Filled by a thread of Ray."""
     _drain_pace: Pace = field(default_factory=lambda: Pace(DRAIN_EVERY_S))
     _source_ref: Any = None
 
@@ -253,17 +242,17 @@ class Pool:
         self._expect(run, _Call(worker, "run", lease))
 
     def _expect(self, reference: Any, call: _Call) -> None:
-        """Queue the answer of a call. `ray.wait` would scan all calls each time."""
+        """Queue the answer. `ray.wait` would scan all calls each time."""
         reference.future().add_done_callback(lambda future: self._answers.put((call, future)))
 
     def cancel(self, lease_id: str) -> None:
-        """Cancel a lease's call, which returns `Lost`, or its outcome if that was faster."""
+        """Cancel a call, which returns `Lost`, or its outcome if that was faster."""
         for actor in self._actors.values():
             if lease_id in actor.runs:
                 ray.cancel(actor.runs[lease_id])
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """Return the events since the last call; wait up to `timeout_s` for the first."""
+        """Return the new events; wait up to `timeout_s` for the first."""
         self._poll()
         answers = self._take_answers(timeout_s)
         events = [event for answer in answers for event in self._answer(*answer)]
@@ -318,7 +307,6 @@ class Pool:
         return [Begun(call.worker)]
 
     def _actor_failed(self, worker: str, actor: _Actor, error: RayError) -> None:
-        """Record the loss of a worker, to be reported by `_verdicts`."""
         actor.is_dead |= not isinstance(error, ActorUnavailableError)
         if actor.dying_since is None:
             actor.dying_since = self.clock()
@@ -346,7 +334,7 @@ class Pool:
         return StartFailed(worker, f"{reason} (on {host})" if host else reason)
 
     def _overdue_starts(self) -> list[Event]:
-        """Give up hanging loads. Workers waiting for resources have not begun to load."""
+        """Give up hanging loads. Workers that wait for resources have not begun."""
         latest = self.clock() - START_S
         late = [
             name
@@ -359,7 +347,6 @@ class Pool:
         ]
 
     def _drains(self) -> list[Event]:
-        """Report workers on draining nodes, once each."""
         if not self._drain_pace.is_due(self.clock()):
             return []
         nodes = state.get_draining_nodes()  # `ray.nodes()` does not show it
@@ -373,7 +360,6 @@ class Pool:
         return events
 
     def _verdicts(self) -> list[Event]:
-        """Report lost workers once the cause is known, and remove them."""
         dying = {
             name: actor for name, actor in self._actors.items() if actor.dying_since is not None
         }

@@ -33,39 +33,37 @@ from specextend.requests.tasks import Task
 from specextend.stats import ratio
 
 SAMPLE_SIZE = 200
-"""Sampled rows for the estimate of tokens per byte."""
+"""For the estimate of tokens per byte."""
 SAMPLE_BYTES = 64 << 10
-"""Maximum bytes tokenized per row. Tokenizing takes a hundred times the memory of the text."""
+"""Tokenizing takes a hundred times the memory of the text."""
 BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-"""Upper bounds of the length buckets, in prompt tokens."""
+"""Upper bounds in prompt tokens."""
 
 
 class Plan(NamedTuple):
     """The documents of a start and their estimated tokens."""
 
     estimates: Estimates
-    """Documents to decode."""
     refused: Ints
-    """File and row [R, 2] of the rows certain to become error rows."""
+    """File and row [R, 2] of rows certain to fail."""
     rejected: Counter[str]
-    """Count of refused rows by error class."""
     num_over_length: int
-    """Rows over the prompt limit, subject to the length policy."""
+    """Over the prompt limit."""
     num_cut: int
-    """Rows cut by the length policy."""
+    """Of these, cut by the length policy."""
     unread: float
-    """Share of all tokens lost by cuts."""
+    """Share of all tokens that are cut."""
 
     def says_cut(self) -> list[str]:
         """Describe the cuts in a line; empty without cuts."""
         return describe_cut(self.num_cut, len(self.estimates), self.unread)
 
     def num_prompt_tokens(self) -> int:
-        """Return the sum of estimated prompt tokens."""
+        """Sum the estimated prompt tokens."""
         return int(self.estimates.num_prompt_tokens.sum(dtype=np.int64))
 
     def buckets(self) -> dict[str, int]:
-        """Count the documents by estimated prompt length."""
+        """Count the documents by prompt length."""
         between = [f"{low + 1} to {high}" for low, high in pairwise(BUCKETS)]
         names = [f"up to {BUCKETS[0]}", *between, f"over {BUCKETS[-1]}"]
         places = np.searchsorted(BUCKETS, self.estimates.num_prompt_tokens)
@@ -78,9 +76,7 @@ def make_plan(
 ) -> Plan:
     """Estimate the documents of `keys` in a single pass over the input.
 
-    Args:
-        tasks: Tasks of the run. The first supplies the default output limit and the sampling seed.
-        checkpoint: Called for every row; may raise.
+    The first task supplies the default output limit and the sampling seed.
     """
     prompts = tasks[0].prompts
     decoding = tasks[0].config.decoding
@@ -116,13 +112,10 @@ def make_plan(
 def _estimate(
     lengths: Ints, tasks: Sequence[Task], per_byte: float
 ) -> tuple[Estimates, int, int, float]:
-    """Estimate the tokens of all tasks together. Equal prompt prefixes are read once.
+    """Estimate all tasks together: equal prompt prefixes are read once.
 
     Args:
         lengths: File, row, bytes and maximum output tokens [N, 4].
-
-    Returns:
-        The estimates, the rows over the limit, the cut rows, and the unread share.
     """
     files, rows, num_bytes, limits = lengths.T
     documents = np.round(num_bytes * per_byte).astype(np.int64)
@@ -150,7 +143,7 @@ def _estimate(
 
 
 def _request_tokens(documents: Ints, limits: Ints, prompts: Prompts) -> tuple[Ints, Ints, Any]:
-    """Return prompt tokens [N], output tokens [N] and a mask of documents too long for a prompt."""
+    """Return prompt tokens [N], output tokens [N] and a mask of overlong documents [N]."""
     uncut = prompts.num_template_tokens + documents
     most = prompts.limit - limits
     longest = prompts.options.max_prompt_tokens
@@ -174,12 +167,11 @@ def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:
 
 
 def plan_memory(config: RunConfig, facts: ModelFacts, plan: Plan) -> Values:
-    """Plan a worker's memory, as JSON values.
+    """Plan a worker's memory.
 
     Returns:
-        `memory_gib` by purpose, and `cache`: the share of the longest document, and how many such
-            or
-        average documents fit. `cache` is None without documents.
+        `memory_gib` by purpose, and `cache`: the share of the longest document, and how many
+        longest or average documents fit.
     """
     sizes = {name: size / GIB for name, size in memory_bytes(config, facts).items()}
     totals = _request_lengths(config, facts, plan)
@@ -201,7 +193,7 @@ def plan_memory(config: RunConfig, facts: ModelFacts, plan: Plan) -> Values:
 def settle_batch_size(config: RunConfig, facts: ModelFacts, plan: Plan) -> RunConfig:
     """Replace `decoding.max_batch_size: auto` by a number, equal for all workers.
 
-    GPU memory is taken into account only if the workers run on this machine.
+    GPU memory counts only if the workers run on this machine.
     """
     lengths = _request_lengths(config, facts, plan)
     num_tokens = (int(lengths.mean()), int(lengths.max())) if len(lengths) else None
@@ -210,7 +202,6 @@ def settle_batch_size(config: RunConfig, facts: ModelFacts, plan: Plan) -> RunCo
 
 
 def _request_lengths(config: RunConfig, facts: ModelFacts, plan: Plan) -> Ints:
-    """Return the tokens of each document's longest request, prompt and output."""
     totals = plan.estimates.totals()
     if config.prompt.length_policy != "parts" and not config.tasks:
         return totals

@@ -1,7 +1,6 @@
 """Documents from requests in the input format of OpenAI's Batch API.
 
-The user message of a request is the document. Options that a run has only once, such as the system
-message, must be equal in all requests.
+Options that a run has only once, such as the system message, must be equal in all requests.
 """
 
 import json
@@ -60,7 +59,7 @@ class BatchRequests:
 
     @property
     def settings(self) -> str:
-        """Return arguments of `specextend run` for these requests, quoted for a shell."""
+        """Return arguments of `specextend run`, quoted for a shell."""
         settings = _ALWAYS | (self._shared or {})
         return " ".join(
             f"--set {shlex.quote(f'{name}={json.dumps(value)}')}"
@@ -105,7 +104,6 @@ class BatchRequests:
 
 
 def _limit(body: ReadOnly) -> int | None:
-    """Return the limit of an answer in tokens."""
     given = [body[name] for name in _LIMITS if body.get(name) is not None]
     for limit in given:
         if type(limit) is not int or limit < 1:
@@ -135,7 +133,6 @@ def _check_keys(what: str, values: ReadOnly, known: Collection[str]) -> None:
 
 
 def _messages(messages: Any) -> tuple[str | None, str]:
-    """Return the system message, or None, and the user message."""
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict):
             _check_keys("a message", message, {"role", "content"})
@@ -171,8 +168,7 @@ def _text(content: Any) -> str:
 def write_requests(requests: Iterable[Values], output: str, limit: int | None = None) -> int:
     """Write requests as one Parquet file, whole or not at all; return their number.
 
-    Raises:
-        InputError: There are no requests, or `output` is a folder.
+    Raises InputError without requests, or if `output` is a folder.
     """
     place = resolve(output)
     written = 0

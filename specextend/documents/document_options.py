@@ -11,15 +11,14 @@ class Text(NamedTuple):
     """Text of a file."""
 
     title: str
-    """Empty if the file has none."""
     text: str
     """Empty if `pages` has the texts."""
     counts: Mapping[str, int]
     """Counts by the columns of `COUNTS`."""
     pages: Sequence[str] = ()
-    """Texts of pages, slides or chapters in order; empty for formats without them."""
+    """Of pages, slides or chapters."""
     labels: Sequence[str] = ()
-    """Label of each page, such as `iv`; empty if the file has no labels."""
+    """Of pages, such as `iv`."""
 
 
 @dataclass(eq=False)
@@ -29,7 +28,7 @@ class UnreadableError(Exception):
     reason: str
     """Two words, by which failures are counted."""
     message: str
-    """Continuation of a sentence that begins with the name of the file."""
+    """Continues a sentence that begins with the file."""
 
     def __str__(self) -> str:
         return self.message
@@ -42,7 +41,7 @@ class DocumentOptions:
     patterns: Sequence[str] = ()
     """Patterns of paths, such as `*.md`; empty: all known formats."""
     encoding: str | None = None
-    """Encoding of files that are not UTF-8 and name none."""
+    """Of files that are not UTF-8 and name none."""
     keep_lines: bool = False
     """Keep the lines of PDFs instead of joining paragraphs."""
     main_only: bool = False
@@ -52,17 +51,14 @@ class DocumentOptions:
     id_field: str | None = None
     """Field of a row with the id; None: the id is `<file>:<line>`."""
     workers: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    """Number of processes that read files."""
+    """Processes that read files."""
     time_limit_s: float = 60.0
-    """Seconds for each file, plus one for each MiB."""
+    """For each file, plus one for each MiB."""
     memory_gib: float = 4.0
-    """Memory limit of each process."""
     reader: str | None = None
     """`module:function` from path and bytes to a text, texts of pages, or None."""
     limit: int | None = None
-    """Most files of one call."""
     remove_gone: bool = False
-    """Remove documents of deleted files."""
 
     def __post_init__(self) -> None:
         try:

@@ -1,7 +1,4 @@
-"""Data set of documents: a folder of Parquet files.
-
-Each row names its file with size and time of modification, so the data set knows its files.
-"""
+"""Data set of documents: Parquet files, whose rows name their file, size and modification time."""
 
 import json
 import secrets
@@ -42,9 +39,8 @@ COLUMNS = {
     PAGE_LABELS: pa.list_(pa.string()),
 }
 _SMALL_BYTES = 32 << 20
-"""Size below which parts are joined."""
 _EXACT = 1 << 53
-"""Largest integer below which floats hold all integers."""
+"""Floats hold all smaller integers."""
 _REPEATED = """
     CREATE TABLE repeated AS
     SELECT *, first_value(source_path) OVER same AS owner,
@@ -53,7 +49,7 @@ _REPEATED = """
     WINDOW same AS (PARTITION BY id ORDER BY source_path, source_row, part, row)
     QUALIFY row_number() OVER same > 1
 """
-"""Rows with the id of an earlier row, in the order of files."""
+"""Rows with an earlier id, in the order of files."""
 _KEPT = "SELECT part, row FROM rows ANTI JOIN repeated USING (part, row)"
 _STRANGERS = """
     SELECT source_path AS path, source_row AS row, 'repeated id' AS reason,
@@ -61,7 +57,6 @@ _STRANGERS = """
     FROM repeated WHERE source_path != owner OR source_row IS DISTINCT FROM owner_row
     ORDER BY source_path, source_row, part, repeated.row
 """
-"""Repeated ids of different rows."""
 _GROUP_ROWS = 1024
 _GROUP_BYTES = 1 << 20
 
@@ -112,7 +107,7 @@ def _column(values: list[Any], kind: pa.DataType | None) -> pa.Array:
         try:
             return pa.array(values, kind)
         except (pa.ArrowException, OverflowError, TypeError, ValueError):
-            pass  # as text
+            pass
     texts = [
         value if value is None or isinstance(value, str) else json.dumps(value, default=str)
         for value in values
@@ -132,7 +127,6 @@ def _joint_schema(footers: list[pq.FileMetaData]) -> pa.Schema:
 
 
 def _has_large(footer: pq.FileMetaData, column: int) -> bool:
-    """Return True if floats may not hold all integers of a column."""
     groups = [footer.row_group(i).column(column).statistics for i in range(footer.num_row_groups)]
     return any(max(-group.min, group.max) > _EXACT for group in groups if group.has_min_max)
 
@@ -152,11 +146,7 @@ def _write(tables: Iterable[pa.Table], schema: pa.Schema, target: Location) -> N
 
 
 def list_parts(folder: Location) -> dict[str, int]:
-    """Return the sizes of the files of a data set by name.
-
-    Raises:
-        InputError: The folder has other files.
-    """
+    """Return the sizes of files by name. Raises InputError for other files."""
     sizes = {name: size for name, size in file_sizes(folder).items() if not name.startswith("_")}
     for name in sizes:
         if not PART_NAME.fullmatch(name):
@@ -168,17 +158,13 @@ def list_parts(folder: Location) -> dict[str, int]:
 
 
 def new_part(folder: Location) -> Location:
-    """Return a new location after all parts."""
+    """Return a location after all parts."""
     last = max((int(name.split("-")[1]) for name in list_parts(folder)), default=0)
     return folder.child(f"part-{last + 1:06}-{secrets.token_hex(4)}.parquet")
 
 
 def known_files(folder: Location) -> dict[str, tuple[int, Any]]:
-    """Return size and time of modification of each file in a data set, by path.
-
-    Raises:
-        InputError: The folder holds another data set.
-    """
+    """Return size and time of modification of each file by path. Raises InputError."""
     names = ["source_path", "source_size", "source_modified"]
     return {
         row["source_path"]: (row["source_size"], row["source_modified"])
@@ -200,11 +186,8 @@ def _read(part: Location, names: list[str]) -> pa.Table:
 def settle(folder: Location, without: Collection[str] = ()) -> tuple[int, list[Failure]]:
     """Remove repeated ids and rows of the files `without`, unify the schema, and join small parts.
 
-    New parts are written before old ones are deleted. After a crash in between, the next call
-    removes the repeated rows.
-
-    Returns:
-        Number of rows, and a failure for each repeated id.
+    New parts are written before old ones are deleted: after a crash, the next call removes repeated
+    rows. Returns the number of rows, and a failure for each repeated id.
     """
     sizes = list_parts(folder)
     parts = [folder.child(name) for name in sizes]
@@ -232,7 +215,6 @@ def settle(folder: Location, without: Collection[str] = ()) -> tuple[int, list[F
 
 
 def _with_rows(parts: list[Location], without: Collection[str]) -> Database:
-    """Return a database with the keys of all rows, and the table `repeated`."""
     database = Database()
     database.select(
         "CREATE TABLE rows (id TEXT, source_path TEXT, source_row BIGINT, part INT, row BIGINT)"

@@ -14,13 +14,13 @@ from specextend.documents.text import hidden_counts
 
 _BODY = re.compile(r"(document|footnotes|endnotes)\d*\.xml")
 _NOTE = re.compile(r'<li id="(foot|end)note-[^"]*"><p>')
-"""Beginning of a note in mammoth's HTML, which lacks the mark in the text."""
+"""mammoth's HTML lacks the mark of a note in the text."""
 _BACK = re.compile(r'<a href="#(foot|end)note-ref-[^"]*">↑</a>')
 _DELETED = ("del", "moveFrom")
 _READ_THROUGH = ("oMathPara", "fldSimple", "dir", "bdo", "subDoc")
 """Elements that mammoth ignores with their content."""
 _OPERATORS = {"den": "/", "sup": "^", "sub": "_", "lim": "_", "deg": "^"}
-"""Signs before the parts of an equation on one line."""
+"""Before the parts of an equation on one line."""
 _OPERANDS = (
     "f",
     "sSub",
@@ -122,13 +122,11 @@ def text_in_lines(node: ElementTree.Element) -> str:
 
 
 def _is_hidden(node: ElementTree.Element) -> bool:
-    """Return True for a hidden run or a deleted cell."""
     sign = next(chain(node.iterfind("{*}rPr/{*}vanish"), node.iterfind("{*}tcPr/{*}cellDel")), None)
     return sign is not None and not {"0", "false", "off"} & {*sign.attrib.values()}
 
 
 def _chosen(menu: ElementTree.Element) -> str:
-    """Return the chosen entry of a drop-down field, by default the first."""
     entries = [value for each in menu.iterfind("{*}listEntry") for value in each.attrib.values()]
     names = [*menu.iterfind("{*}result"), *menu.iterfind("{*}default")]
     numbers = [int(value) for each in names for value in each.attrib.values()]

@@ -39,11 +39,10 @@ from specextend.documents.table_rows import ROW_READERS, NumberedRow, as_row
 from specextend.documents.text import num_visible
 
 _AHEAD = 64
-"""Most files per process that are read ahead."""
 _HOPELESS = 1000
 """Bad rows after which a table without good rows is given up."""
 _BUFFER = 1 << 20
-"""Bytes of a table per request to its store."""
+"""Bytes per request to a store."""
 
 
 class SourceFile(NamedTuple):
@@ -70,7 +69,6 @@ class Reading(NamedTuple):
 def _read_file(
     file: SourceFile, folder: Location, options: DocumentOptions, *, is_again: bool = False
 ) -> Reading:
-    """Read a file, after an OSError once more."""
     try:
         return read_again(file.location, partial(_parse, file, folder, options), file.size)
     except UnreadableError as error:
@@ -96,7 +94,6 @@ def _read_file(
 def _parse(
     file: SourceFile, folder: Location, options: DocumentOptions, stored: pa.NativeFile
 ) -> Reading:
-    """Read the bytes of a file. Raises UnreadableError."""
     compression = COMPRESSIONS.get(PurePath(file.path.lower()).suffix)
     stream = pa.CompressedInputStream(stored, compression) if compression else stored
     if read_rows := ROW_READERS.get(file.kind):
@@ -112,10 +109,7 @@ def _parse(
 
 
 def _given(path: str, data: bytes, options: DocumentOptions) -> Text | None:
-    """Return the text of a file by the reader of the user; None without one.
-
-    Raises UnreadableError for a failure of the reader, InputError for a wrong type.
-    """
+    """Raises UnreadableError for a failure of the user's reader, InputError for a wrong type."""
     if options.reader is None:
         return None
     try:
@@ -166,11 +160,7 @@ def _failed(file: SourceFile, reason: str, message: str) -> Reading:
 def read_table(
     file: SourceFile, lines: Iterable[NumberedRow], folder: Location, options: DocumentOptions
 ) -> Reading:
-    """Write the rows of a table as a pending part.
-
-    Raises:
-        UnreadableError: There are no rows, or the first thousand are bad.
-    """
+    """Write the rows of a table as a pending part. Raises UnreadableError for no or bad rows."""
     failures: list[Failure] = []
     pending = f".{secrets.token_hex(8)}.tmp"
     num_rows = write_rows(_good_rows(file, lines, options, failures), folder.child(pending))
@@ -222,7 +212,6 @@ class _Reader:
         return _failed(file, reason, message)
 
     def start(self) -> None:
-        """Start the process. Raises InputError for a bad reader of the user."""
         # a fork would copy locks of pyarrow's threads
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
@@ -266,7 +255,7 @@ def read_files(
 ) -> Generator[Reading, None, None]:
     """Read files in parallel; yield the readings in order. Parts of tables go into `folder`."""
     readers = [_Reader(folder, options) for _ in range(options.workers)]
-    idle = deque(readers)  # as many as threads
+    idle = deque(readers)
 
     def read(file: SourceFile) -> Reading:
         reader = idle.pop()

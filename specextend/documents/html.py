@@ -26,25 +26,23 @@ _BLOCKS = (
     "textarea,button,iframe,noframes,listing,xmp,plaintext,dir,.katex-display,[display=block],[display=true]"
 )
 _LINE = "\x1e"
-"""Mark of the end of a line."""
 _RAISED = "\x01"
 _LOWERED = "\x02"
 _NOTE = "\x03"
 _END = "\x04"
-"""Marks around superscripts, subscripts and references to notes."""
+"""Around superscripts, subscripts and references to notes."""
 _OPEN = "\x05"
 _CLOSE = "\x06"
-"""Marks around an operand, which gets parentheses if it is long."""
+"""Around an operand, which gets parentheses if it is long."""
 _STRIKE = "\x07"
 _UNSTRIKE = "\x08"
-"""Marks around struck text."""
 _STRUCK = re.compile("\x07([^\x08]*)\x08")
 _TEXT = re.compile("[^\\s\x1e](?:[^\x1e]*[^\\s\x1e])?")
 _MARKS = re.compile("[\x01-\x08]")
 _INNERMOST = re.compile("([\x01-\x03])([^\x01-\x04]*)\x04")
 _FRACTION = re.compile("\x01(\\d+)\x04\\s*[/\u2044]\\s*\x02(\\d+)\x04")
 _NOTE_BEGINS = re.compile("(?:^|\x1e)\\s*\x01\\s*(\\w{1,3}|\\W)\\s*\x04")
-"""Beginning of a note; its reference in the text is the same."""
+"""The reference in the text is the same."""
 _IS_NOTE = re.compile(
     "\x03|\x011\x04|([\\s.,;:!?%\"'\u201d\u2019\u00bb\u2026]|\\b(19\\d\\d|20[0-3]\\d)|\\d,\\d{3})"
     "\x01(\\d{1,3}|[a-z])([,;\u2013-] ?(\\d{1,3}|[a-z]))*\x04"
@@ -64,7 +62,7 @@ _IS_ONE = re.compile(
     "[\\s(/]\x01\\d+\x04|[\x01\x02]([+\u2212-]?\\w+[+\u2212-]?|[+\u2212-])\x04(?!\\w)"
 )
 _PERMALINK = re.compile("[\u00b6#\u00a7\U0001f517\u2693\ufe0e\ufe0f\uf0c1\u200b\\s]*")
-"""Texts of links from a heading to itself."""
+"""Links from a heading to itself."""
 _TWICE = (
     ".katex:has(math) .katex-html,mjx-container:has(math) > :not(mjx-assistive-mml),"
     ".MathJax:has(math) > :not(.MJX_Assistive_MathML)"
@@ -76,7 +74,7 @@ _UNSEEN = (
     "[hidden]:not([hidden=until-found i]),template,noscript,dialog:not([open]),[popover],datalist,"
     "audio,video,canvas,svg title,svg desc,svg metadata"
 )
-"""Elements that browsers hide without a style sheet."""
+"""Browsers hide them without a style sheet."""
 _UNUSED = re.compile(r"/\*.*?\*/|@media print[^{]*\{([^{}]*\{[^{}]*\})*[^{}]*\}", re.S)
 """Comments, and rules for paper."""
 _SOMETIMES = re.compile(r"@[^{};]*\{([^{}]*\{[^{}]*\})*[^{}]*\}")
@@ -84,7 +82,7 @@ _RULE = re.compile(r"([^{}]*)\{([^{}]*)\}")
 _HIDES = re.compile(r"(?<![\w-])(display\s*:\s*none|visibility\s*:\s*(hidden|collapse))", re.I)
 _SHOWS = re.compile(r"(?<![\w-])(display\s*:(?!\s*none)|visibility\s*:\s*visible)", re.I)
 _STATE = re.compile(r":(?!not|is|where|root|empty|first|last|nth|only)[\w-]+(\([^)]*\))?")
-"""Pseudo-classes of the actions of a reader."""
+"""Pseudo-classes of a reader's actions."""
 _FILLED = (
     "input[value]:not([type=checkbox i],[type=radio i],[type=hidden i],[type=submit i],[type="
     "button i],[type=reset i],[type=image i],[type=password i],[type=file i])"
@@ -98,10 +96,10 @@ _BOILERPLATE = (
     "nav,footer,aside,dialog,menu,body > header,[role=navigation],[role=banner],[role=contentinfo],"
     "[role=complementary],[role=dialog],[role=search]"
 )
-"""Elements and roles around the main part of a web page."""
+"""Around the main part of a web page."""
 _SURROUNDING = re.compile("cookie|consent|menu|navbar|sidebar|footer", re.IGNORECASE)
 _LAYOUT = re.compile(r"(^|[-_])(has|no|not|with|without|is|js)([-_]|$)", re.IGNORECASE)
-"""Words in ids and classes of boilerplate, and of layouts."""
+"""Words in ids and classes of layouts."""
 _MAIN = "main,article,h1,[role=main]"
 _AROUND = (
     (
@@ -142,9 +140,9 @@ _AROUND = (
     ("input:is([type=checkbox i],[type=radio i])[checked]", " [x] ", ""),
     ("input:is([type=checkbox i],[type=radio i]):not([checked])", " [ ] ", ""),
 )
-"""Selectors, and the marks before and after their elements."""
+"""Marks before and after the elements of a selector."""
 _HEAD = 1 << 16
-"""Bytes at the beginning that may name the encoding."""
+"""Bytes that may name the encoding."""
 _XHTML = "http://www.w3.org/1999/xhtml"
 _XML_ENCODING = re.compile(r"\A\s*<\?xml[^>]*\sencoding\s*=\s*[\"']([^\"']+)")
 _META_ENCODING = re.compile(r"charset\s*=\s*[\"']?\s*([^\s\"';]+)", re.IGNORECASE)
@@ -182,7 +180,6 @@ def local_name(node: ElementTree.Element) -> str:
 
 
 def _named_encoding(data: bytes) -> str | None:
-    """Return the codec of browsers for the encoding that a page names."""
     import webencodings
     from selectolax.lexbor import LexborHTMLParser
 
@@ -235,7 +232,6 @@ def html_text(html: str, *, main_only: bool = False) -> Text:
 
 
 def _flattened(text: str, notes: set[str]) -> str:
-    """Return a text with signs in place of marks."""
     text = _FRACTION.sub(r" \1/\2 ", text.replace("\u2061", " "))
     while _OPEN in text:
         text = re.sub("(?:(?<!\\s)\\s*([_^/]))?\x05(\\w|\\d+)\x06(?=\\w)", r"\1\2 ", text)
@@ -249,7 +245,6 @@ def _flattened(text: str, notes: set[str]) -> str:
 
 
 def _struck(text: str) -> str:
-    """Return a text with `~~` around each struck line."""
     depth = 0
 
     def outermost(found: re.Match[str]) -> str:
@@ -263,7 +258,6 @@ def _struck(text: str) -> str:
 
 
 def _script(notes: set[str], found: re.Match[str]) -> str:
-    """Return a superscript, subscript or reference on one line."""
     text = " ".join(found[2].split())
     before = _MARKS.sub("", found.string[max(found.start() - 24, 0) : found.start()]) or _LINE
     after = found.string[found.end() : found.end() + 9].lstrip(_END)[:1]
@@ -279,7 +273,7 @@ def _script(notes: set[str], found: re.Match[str]) -> str:
 
 
 def _put_away(tree: LexborHTMLParser, nodes: Iterable[LexborNode]) -> int:
-    """Move elements out of the body; return the number of their characters without spaces."""
+    """Move elements out of the body; count their characters without spaces."""
     assert tree.head is not None
     before = num_visible(_MARKS.sub("", tree.head.text()))
     for node in nodes:
@@ -316,7 +310,6 @@ def _open_shadow_roots(tree: LexborHTMLParser) -> None:
 
 
 def _write_formulas(tree: LexborHTMLParser) -> None:
-    """Keep one form of each formula: TeX, or else MathML."""
     scripts = tree.css('script[type^="math/tex"]')
     _put_away(tree, tree.css(f"{_TWICE},{_MATHJAX}" if scripts else _TWICE))
     for node in scripts:
@@ -360,7 +353,6 @@ def _selected(tree: LexborHTMLParser, selector: str) -> list[LexborNode]:
 
 
 def _surroundings(tree: LexborHTMLParser) -> Iterator[LexborNode]:
-    """Yield boilerplate, except elements with most of the text."""
     assert tree.body is not None
     most = num_visible(tree.body.text()) / 2
     named = (

@@ -34,9 +34,8 @@ KINDS = {
     ".csv": "csv",
     ".tsv": "csv",
 }
-"""Format by extension. JSON Lines and CSV have a document in each row."""
+"""JSON Lines and CSV have a document in each row."""
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".lz4": "lz4", ".zst": "zstd"}
-"""Compression by last extension."""
 _OTHERS = {
     b"{\\rtf": "RTF",
     b"\xd0\xcf\x11\xe0": "an old Office file",
@@ -45,17 +44,16 @@ _OTHERS = {
 }
 """Beginnings of files that are no text."""
 OTHER = "other"
-"""Format of files that only `--reader` may read."""
+"""Files that only `--reader` may read."""
 _INVISIBLE = re.compile(
     "[\u00ad\u200b\u2060\ufeff]|(?<![\U0001f3f4\U000e0000-\U000e007f])[\U000e0000-\U000e007f]+"
 )
 """Soft hyphens, zero-width spaces, and tags outside of flags."""
 _JOINT = "\n\n"
-"""Separator of pages."""
 
 
 def kind_of(name: str) -> str | None:
-    """Return the format of a file by its name; None for an unknown one."""
+    """Return a file's format by its name, if known."""
     path = PurePath(name.lower())
     if path.suffix in COMPRESSIONS:
         path = PurePath(path.stem)
@@ -65,12 +63,7 @@ def kind_of(name: str) -> str | None:
 def read_document(
     kind: str, data: bytes, options: DocumentOptions, given: Text | None = None
 ) -> Values:
-    """Return title, text, counts and pages of a file as columns.
-
-    Raises:
-        UnreadableError: The file has no text.
-        Exception: The bytes are damaged.
-    """
+    """Return title, text, counts and pages as columns. Raises any error for damaged bytes."""
     title, text, counts, pages, labels = given or _READERS[kind](data, options)
     texts = [*map(_clean, pages or [text])]
     text = _JOINT.join(filter(None, texts))

@@ -15,23 +15,23 @@ from specextend.documents.text import hidden_counts, num_visible
 _ITEM = re.compile(r"([-•▪◦*]|\(?(\d{1,3}|[a-z])[.)])\s")
 _HIDDEN = 0x02 | 0x20
 _FULL = 0.7
-"""Length of a full line, relative to the long lines of its page."""
+"""Relative to the long lines of its page."""
 _DIVIDED = re.compile("[\x02\u00ad\ufffe]\n?")
-"""Divided words at the end of a line, as PDFium writes them."""
+"""As PDFium writes divided words."""
 _SPACES = re.compile(r"[ \r]*([ \n])[ \r\n]*")
 _PASSWORD = 1 << 13
 _FAR = 40
-"""Weight of vertical distances between a field and its label."""
+"""Of vertical distances between a field and its label."""
 _COMPOUND = re.compile(r"\w+(?:-\w+)+")
 _LAST_WORD = re.compile(r"[\w-]*$")
 _FIRST_WORD = re.compile(r"[\w-]*")
 _AND = ("and", "or", "und", "oder", "bzw", "sowie", "et", "ou", "y")
 """Words that join halves of a pair, as in `pre- and postwar`."""
 _LAYERS = (b"/OCProperties", b"/ObjStm")
-"""Signs of layers, and of a compressed catalog that may name layers."""
+"""Of layers, and of a compressed catalog that may name layers."""
 _LAYER_OFF = re.compile(rb"/OFF\s*\[\s*\d|/BaseState\s*/OFF")
 _SHOWING = (b"Tj", b"TJ", b"'", b'"', b"Do")
-"""Operators that draw text or objects."""
+"""Operators that draw."""
 _NO_TITLE = re.compile(
     r"(\(anonymous\)|\(unspecified\)|(untitled|document|presentation)[-_ ]?\d*|untitled document|"
     r"powerpoint presentation)$|"
@@ -95,7 +95,6 @@ def read_pdf(data: bytes, options: DocumentOptions) -> Text:
 
 
 def _written(pdf: Any) -> bytes:
-    """Return the file with plain objects."""
     from pypdfium2 import raw
 
     written = io.BytesIO()
@@ -108,7 +107,6 @@ def _characters(pdf: Any) -> str:
 
 
 def _without_hidden_layers(data: bytes) -> bytes:
-    """Return a PDF without text, forms and annotations of layers that are off."""
     import pypdf
     from pypdf.generic import ContentStream, DictionaryObject, NameObject, NumberObject
 
@@ -199,7 +197,7 @@ def _page_text(pdf: Any, number: int) -> _Page:
 
 
 class _Glyph(NamedTuple):
-    """A character, or the text of a field or annotation, with its place."""
+    """A character, field or annotation with its place."""
 
     text: str
     box: tuple[float, float, float, float]
@@ -211,7 +209,7 @@ class _Glyph(NamedTuple):
 
 
 def _notes(form: Any, page: Any) -> Iterator[_Glyph]:
-    """Yield values of fields and typed texts, and remove them from the page."""
+    """Yield texts of fields and annotations, and remove them from the page."""
     from pypdfium2 import raw
 
     for i in reversed(range(raw.FPDFPage_GetAnnotCount(page))):
@@ -225,7 +223,6 @@ def _notes(form: Any, page: Any) -> Iterator[_Glyph]:
 
 
 def _value(form: Any, note: Any) -> str:
-    """Return the text that a field or annotation shows."""
     from pypdfium2 import raw
 
     kind = raw.FPDFAnnot_GetFormFieldType(form, note) if form else raw.FPDF_FORMFIELD_UNKNOWN
@@ -247,7 +244,6 @@ def _value(form: Any, note: Any) -> str:
 
 
 def _string(get: Callable[..., int], *given: Any) -> str:
-    """Return the text from a function of PDFium."""
     size = get(*given, None, 0)
     buffer = (ctypes.c_ushort * (size // 2))()
     get(*given, buffer, size)
@@ -255,7 +251,6 @@ def _string(get: Callable[..., int], *given: Any) -> str:
 
 
 def _with_notes(glyphs: list[_Glyph], notes: list[_Glyph]) -> str:
-    """Return the text of a page with notes beside their labels."""
     texts = [glyph.text for glyph in glyphs] + ["\n"]
     for note in notes:
         number, follows = _label(glyphs, note)
@@ -267,7 +262,7 @@ def _with_notes(glyphs: list[_Glyph], notes: list[_Glyph]) -> str:
 def _label(glyphs: list[_Glyph], note: _Glyph) -> tuple[int, bool]:
     """Return the number of a character, and True if the note follows it.
 
-    The label is the nearest word, with a preference for the line of the note.
+    The label is the nearest word, preferably on the line of the note.
     """
     left, bottom, right, top = note.box
     nearest = math.inf
@@ -308,7 +303,6 @@ def join_lines(text: str, compounds: Container[str]) -> str:
 
 
 def _welded(begun: str, line: str, compounds: Container[str]) -> str:
-    """Join a line to a text that ends with a hyphen."""
     head = _LAST_WORD.search(begun)[0]  # type: ignore[index]
     tail = _FIRST_WORD.match(line)[0]  # type: ignore[index]
     if head == "-" or tail in _AND:

@@ -49,10 +49,10 @@ _OTHER_KIND = (
     "yours reads it"
 )
 _HIDDEN = (".", "~$")
-"""Beginnings of hidden names, and of temporary files of Word."""
+"""Hidden names, and temporary files of Word."""
 _PART_BYTES = 64 << 20
 _COMMIT_S = 60
-"""Seconds of reading that a killed process may lose."""
+"""Seconds of reading that may be lost."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class Prepared:
     num_documents: int
     num_read: int
     num_failed: int
-    """Files that were tried and have no document."""
+    """Tried without a document."""
     num_unchanged: int
     num_waiting: int
     failures: list[Failure]
-    """Failures by file, then files that were left out or are gone."""
+    """By file, then of files that were left out or are gone."""
     counts: Mapping[str, int]
-    """Sums of the columns `COUNTS` of new documents."""
+    """Sums of `COUNTS` of new documents."""
 
     @property
     def has_failed(self) -> bool:
@@ -76,7 +76,7 @@ class Prepared:
         return any(failure.reason not in (LEFT_OUT, GONE) for failure in self.failures)
 
     def summary(self, output: str) -> str:
-        """Return one line about the call."""
+        """Return a line about the call."""
         said = [f"{counted(self.num_documents, 'document')} in {output}"]
         if self.num_unchanged or self.num_waiting:
             waiting = f", {self.num_waiting:,} left to the next call" if self.num_waiting else ""
@@ -103,13 +103,9 @@ def prepare_documents(
     options: DocumentOptions,
     on_progress: Callable[[int, int], None],
 ) -> Prepared:
-    """Bring a data set up to date with files, folders and globs.
+    """Bring a data set up to date with files, folders and globs, local or URIs.
 
-    Args:
-        sources: Paths or URIs.
-        output: Folder of the data set.
-        options: Options of the command.
-        on_progress: Called with the numbers of read and of all files.
+    `on_progress` receives the numbers of read and of all files.
 
     Raises:
         InputError: There is no file, `output` is no data set, or a package is missing.
@@ -155,7 +151,6 @@ def prepare_documents(
 
 
 def _remember(failure: Failure) -> Failure:
-    """Return the earlier failure of a file that is gone."""
     if failure.reason == GONE:
         return failure
     return failure._replace(
@@ -167,11 +162,7 @@ def _remember(failure: Failure) -> Failure:
 def prepare_rows(
     name: str, lines: Iterable[NumberedRow], output: str, options: DocumentOptions
 ) -> Prepared:
-    """Put rows into a data set in place of earlier rows of the same name.
-
-    Raises:
-        InputError: All rows are bad.
-    """
+    """Replace rows of the same name in a data set. Raises InputError if all are bad."""
     folder = _open(output)
     failures = [failure for failure in read_errors(folder) if failure.path != name]
     try:
@@ -186,7 +177,6 @@ def prepare_rows(
 
 
 def _open(output: str) -> Location:
-    """Return the folder of a data set, without temporary files."""
     folder = resolve(output)
     if folder.info.is_file:
         raise InputError(f"{output} is a file; name a folder for the data set")
@@ -197,7 +187,7 @@ def _open(output: str) -> Location:
 def find_files(
     sources: Sequence[str], options: DocumentOptions, output: Location
 ) -> tuple[list[SourceFile], list[Failure]]:
-    """Return the files of sources by path, and the files left out by name.
+    """Return the files by path, and the files left out by name.
 
     The id is the path below the source, or the whole path with several sources.
     """
@@ -234,7 +224,6 @@ def find_files(
 
 
 def _kind(path: str, relative: str, is_named: bool, options: DocumentOptions) -> str | Failure:
-    """Return the format of a file, or the reason to leave it out."""
     if any("\udc80" <= character <= "\udcff" for character in path):
         return Failure(
             path, None, "bad name", "has a name that is not UTF-8, which cannot be an id; rename it"
@@ -279,7 +268,6 @@ def _add(
     failures: list[Failure],
     on_progress: Callable[[int], None],
 ) -> tuple[int, Counter[str]]:
-    """Add readings to the data set; return its size, and sums of `COUNTS`."""
     rows: list[Values] = []
     counts: Counter[str] = Counter()
     num_bytes = 0

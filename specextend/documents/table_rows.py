@@ -19,9 +19,8 @@ from specextend.documents.text import HALF_CHARACTER, NOT_UTF8, decoded_lines
 NumberedRow = tuple[int, Any]
 """Number of a row, and its values or its error."""
 _SPACED = re.compile(r'[ \t]+"([^"]|"")*"?')
-"""A quoted cell after a space."""
 _SEPARATOR = re.compile(r'"?sep=(.)"?\s*')
-"""Line before the header in which Excel names the separator."""
+"""Excel names the separator in a line before the header."""
 
 
 def as_row(values: Any, place: str, number: int, options: DocumentOptions) -> Values:
@@ -83,7 +82,7 @@ def json_value(text: str) -> Any:
 
 
 def _number(text: str) -> float:
-    """Return a number of JSON. Raises ValueError for a number beyond floats."""
+    """Parse a number. Raises ValueError beyond floats."""
     value = float(text)
     if math.isinf(value):
         raise ValueError(f"{text} is larger than a number can be; write it as text")
@@ -142,17 +141,14 @@ ROW_READERS: dict[str, Callable[[BinaryIO, DocumentOptions], Iterator[NumberedRo
     "csv": _csv_rows,
     "jsonl": _json_rows,
 }
-"""Readers of tables by format."""
 
 
 def hub_rows(
     name: str, subset: str | None, split: str, limit: int | None = None
 ) -> Iterator[NumberedRow]:
-    """Stream rows of a data set of the Hugging Face Hub, or of a local folder.
+    """Stream rows of a data set of the Hub, or of a local folder.
 
-    Raises:
-        InputUnreachableError: The Hub cannot be reached.
-        InputError: The data set or its split is unknown.
+    Raises InputUnreachableError or InputError.
     """
     import datasets
 

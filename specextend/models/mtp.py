@@ -1,5 +1,4 @@
-"""The draft inside a checkpoint: a layer that predicts the token after the next (multi-token
-prediction, MTP), under the names that families give its tensors.
+"""The draft inside a checkpoint (multi-token prediction, MTP), under each family's names.
 
 The layer joins the embedding of a token with the target's hidden state before it, runs a decoder
 layer of the target's class, and uses the target's LM head. Begin with `split_mtp`.
@@ -21,29 +20,24 @@ from specextend.models.checkpoints import Weight
 from specextend.models.model_files import ModelError
 
 JOINING = ("join", "embedding_norm", "hidden_norm")
-"""Our names of the modules before the decoder layer."""
+"""Modules before the decoder layer."""
 _LAYER = "model.layers.0."
-"""Begins the names of the decoder layer in the one-layer model that it becomes."""
 _NORM = "model.norm.weight"
 
 
 class _Layout(NamedTuple):
-    """Names of the tensors in a checkpoint."""
-
     prefix: str
     """Begins every name."""
     layer: str
-    """Begins the names of the decoder layer."""
     join: str
     embedding_norm: str
     hidden_norm: str
     norm: str
     copies: tuple[str, ...] = ()
-    """Copies of the target's embedding and LM head, which are used instead."""
+    """Of the target's embedding and LM head, which are used instead."""
 
 
 def _layouts(num_layers: int) -> tuple[_Layout, ...]:
-    """Return the known layouts for a target with `num_layers` layers."""
     last = f"model.layers.{num_layers}."
     return (
         _Layout(
@@ -69,15 +63,9 @@ def _layouts(num_layers: int) -> tuple[_Layout, ...]:
 def split_mtp(
     weights: Mapping[str, Weight], num_layers: int
 ) -> tuple[dict[str, Weight], dict[str, Weight]]:
-    """Split the weights of a checkpoint into the target's and those of its MTP layer.
+    """Split weights into the target's and those of its MTP layer, which may be missing.
 
-    Args:
-        weights: All weights by their names.
-        num_layers: Layers of the target.
-
-    Returns:
-        The target's weights, and the MTP layer's: JOINING and a model of one layer. Names that
-        belong to no known layer stay as they are. Empty without such a layer.
+    The MTP layer has JOINING and a model of one layer; names of no known layer stay as they are.
     """
     for layout in _layouts(num_layers):
         if layout.join in weights:
@@ -99,11 +87,7 @@ def _renamed(name: str, layout: _Layout) -> str:
 
 
 def check_names(found: Mapping[str, Weight], model: str) -> None:
-    """Check the names of an MTP layer's weights, as `split_mtp` returns them.
-
-    Raises:
-        ModelError: There is no layer, or it is another than the known ones.
-    """
+    """Check the names of a split MTP layer. Raises ModelError."""
     if not found:
         raise ModelError(
             f"{model} has no layer for draft.kind mtp (mtp.fc.weight or eh_proj.weight); take "

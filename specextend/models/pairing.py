@@ -54,7 +54,7 @@ from specextend.proof.family import check_family
 
 
 def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
-    """Return the target's facts if the pair can run, by configs, tokenizers and headers of weights.
+    """Return the target's facts if the pair can run, by configs, tokenizers and headers.
 
     Raises:
         ModelError: A model is not served, or the draft does not fit the target.
@@ -75,7 +75,6 @@ def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
 
 
 def _with_tokenizer(facts: ModelFacts, tokenizer: Any) -> ModelFacts:
-    """Add the ends of sequence of a target's tokenizer and chat template. Raises ModelError."""
     token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if last >= facts.vocab_size:
         raise ModelError(
@@ -93,7 +92,7 @@ def _with_tokenizer(facts: ModelFacts, tokenizer: Any) -> ModelFacts:
 
 
 def describe_features(draft: DraftOptions | None, num_target_layers: int) -> Iterator[str]:
-    """Yield a line on the layers that an EAGLE-3 head reads."""
+    """Describe the layers that an EAGLE-3 head reads."""
     if draft is None or draft.kind != "eagle" or not (head := read_head(draft.model)).fused:
         return
     layers, why = head.explain_layers(num_target_layers, draft.feature_layers)
@@ -104,7 +103,7 @@ def describe_features(draft: DraftOptions | None, num_target_layers: int) -> Ite
 
 
 def describe_asks(facts: ModelFacts) -> Iterator[str]:
-    """Yield a line on the target's generation config, and on its keys without effect."""
+    """Describe the target's generation config, and its keys without effect."""
     asks = facts.asks
     done = [f"repetition_penalty {asks.repetition_penalty}"] * (asks.repetition_penalty != 1)
     done += [f"no_repeat_ngram_size {asks.no_repeat_ngram_size}"] * (asks.no_repeat_ngram_size > 0)
@@ -130,7 +129,7 @@ def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, 
 def check_files(
     target: TargetOptions, draft: DraftOptions | None, expected: Mapping[str, str]
 ) -> None:
-    """Raise ModelError unless this machine has the files of the driver."""
+    """Raise ModelError unless this machine has the driver's files."""
     fetch_if_missing(target.model)
     for part, sha256 in pair_hashes(target, draft).items():
         if sha256 != expected[part]:
@@ -149,10 +148,10 @@ def load_drafter(
     num_rows: int,
     graphs: Graphs | None = None,
 ) -> Drafter | None:
-    """Load the drafter of a configuration; None without a draft.
+    """Load the drafter of a configuration, if it has a draft.
 
     Args:
-        lm_head: Weight [V, C] of the target's LM head.
+        lm_head: [V, C] of the target.
         num_rows: Rows of the target's cache.
     """
     draft = config.active_draft
@@ -224,7 +223,7 @@ def draft_rows(config: RunConfig, num_rows: int) -> tuple[int, int]:
 
 
 def draft_size(config: RunConfig) -> DraftSize:
-    """Return the size of a draft by configs and headers."""
+    """Compute a draft's size from configs and headers."""
     draft = config.active_draft
     if draft is None or draft.kind == "ngram":
         return DraftSize(0, 0)
@@ -243,7 +242,6 @@ class DraftSize(NamedTuple):
     num_cached: int
     """Keys and values of a row."""
     num_layers_read: int = 0
-    """Layers of the target that it reads."""
 
 
 def _check_eagle(draft: DraftOptions, facts: ModelFacts, tokenizer: Any) -> None:
@@ -315,7 +313,7 @@ def _load_model(
     if target.runs_in_one_call:
         cached.join_layers()
     facts = read_facts(draft.model)
-    # The end of a text stands for tokens that the draft lacks.
+    # the end of a text stands for tokens that the draft lacks
     sizes = facts.vocab_size, target.config.vocab_size
     return ModelNetwork(
         cached,

@@ -1,8 +1,7 @@
 """The rounds of a training: answers of the target, its hidden states, the draft, and an evaluation.
 
-Each round adds answers, continues from the best draft with all of them, and measures tokens per
-step on held-out documents, a tenth of all. Rounds end when this figure stops rising. The output
-folder holds the best draft; its subfolder `work` lets an interrupted training resume.
+Rounds end when the tokens per step on held-out documents stop rising. The output folder holds the
+best draft; its subfolder `work` lets an interrupted training resume.
 """
 
 import gc
@@ -45,14 +44,12 @@ from specextend.training.recording import (
 )
 
 HELD_OUT = 10
-"""Ratio of documents to held-out documents, and of answers to evaluation prompts."""
+"""Documents per held-out document, and answers per evaluation prompt."""
 LEAST_HELD = 4
 MOST_HELD = 64
-"""Bounds of the number of evaluation prompts."""
 PATIENCE = 2
 """Rounds without a better draft before training ends."""
 FILES = ("config.json", WEIGHTS_FILE)
-"""Files of a draft."""
 
 
 def distil(
@@ -64,7 +61,7 @@ def distil(
 
     Raises:
         ValueError: `output` holds another training, the text or the target's context is too short,
-            or the draft to start from does not fit. The target has not read anything yet.
+            or the draft to start from does not fit.
     """
     rounds = _Rounds(config, source, options, output, show)
     while rounds.may_go_on:
@@ -73,11 +70,6 @@ def distil(
 
 
 def _read_texts(source: Source, prompts: Prompts, options: TrainOptions) -> list[Text]:
-    """Read the texts that are long enough.
-
-    Raises:
-        ValueError: There are fewer than two.
-    """
     rows = (source.read(scanned.key) for scanned in source.scan() if scanned.error_class is None)
     texts = [
         Text(
@@ -96,19 +88,15 @@ def _read_texts(source: Source, prompts: Prompts, options: TrainOptions) -> list
 
 
 def _split(texts: list[Text]) -> tuple[list[Text], list[Text]]:
-    """Split texts into training and held-out texts."""
     first = min(HELD_OUT // 2, len(texts) - 1)
     learned = [text for number, text in enumerate(texts) if number % HELD_OUT != first]
     return learned, texts[first::HELD_OUT]
 
 
 def frequent_tokens(texts: Sequence[Tensor], special: Sequence[int], size: int) -> Tensor:
-    """Return `size` token ids, ascending: special ids and the most frequent others of texts [T].
+    """Return `size` ascending token ids: special ids and the most frequent of texts [T].
 
-    Ties go to the lower id.
-
-    Raises:
-        ValueError: The texts have fewer different tokens.
+    Ties go to the lower id. Raises ValueError for too few tokens.
     """
     kept = torch.tensor(sorted(set(special)), dtype=torch.int64)
     counts = torch.bincount(torch.cat(list(texts)), minlength=max(special, default=0) + 1)
@@ -123,11 +111,6 @@ def frequent_tokens(texts: Sequence[Tensor], special: Sequence[int], size: int) 
 
 
 def _vocabulary_of(options: TrainOptions) -> Tensor:
-    """Read the vocabulary of the draft to start from.
-
-    Raises:
-        ValueError: It is not in our format.
-    """
     file = Path(options.start_from, WEIGHTS_FILE)
     tensors = load_file(file) if file.exists() else {}
     if VOCABULARY not in tensors:
@@ -143,7 +126,6 @@ class _Rounds:
     def __init__(
         self, config: RunConfig, source: Source, options: TrainOptions, output: Path, show: Show
     ):
-        """Check and read the inputs of all rounds, and the curve so far."""
         self._config, self._options, self._output, self._show = (
             config,
             options,
@@ -189,25 +171,22 @@ class _Rounds:
 
     @property
     def _best(self) -> Values | None:
-        """The first of the best points; None before the first round."""
         return max(self._curve, key=lambda point: point["tokens_per_step"], default=None)
 
     @property
     def may_go_on(self) -> bool:
-        """Return True if rounds are left and the last ones helped."""
         best = self._best
         last = self._curve[-1]["round"] if self._curve else 0
         return best is None or (last < self._options.num_rounds and last - best["round"] < PATIENCE)
 
     def figures(self) -> Values:
-        """Return the curve and the index of the best point."""
         best = self._best
         return {"best_round": best and best["round"], "rounds": self._curve}
 
     def take_next(self) -> None:
         """Train and measure a draft; copy it to the output folder if it is the best.
 
-        A round ends when the curve is written. Until then, the next call resumes it.
+        A round ends when the curve is written; until then it can be resumed.
         """
         number = (
             self._curve[-1]["round"] + 1 if self._curve else 0 if self._options.start_from else 1
@@ -225,25 +204,21 @@ class _Rounds:
         )
         if self._best is self._curve[-1]:
             for name in FILES:
-                # not the mode of safetensors, 0600
+                # unlike 0600 of safetensors
                 shutil.copyfile(folder / name, self._output / name)
         write_card(self._output, self._settings, self.figures())
         write_bytes(resolve(str(self._file)), json.dumps(self._curve, indent=1).encode())
         shutil.rmtree(self._work / f"round-{number}" / TRAINING, ignore_errors=True)
 
     def _folder(self, number: int) -> Path:
-        """Return the folder of a round's draft; round 0 is the draft to start from."""
         return self._work / f"round-{number}" if number else Path(self._options.start_from)
 
     def _prompts(self, texts: Sequence[Text], numbers: Iterable[int]) -> dict[int, list[int]]:
-        """Make prompts by number from the documents in turn; at first from whole documents, if they
-        fit.
-        """
+        """Make prompts from the documents in turn; first from whole documents, if they fit."""
         size = len(texts)
         return {n: self._maker.prompt(texts[n % size], n, whole=n < size) for n in numbers}
 
     def _train(self, num_answers: int, folder: Path) -> None:
-        """Continue from the best draft with the first answers, and write the result."""
         start = None if self._best is None else self._folder(self._best["round"])
         answers = self._answers(num_answers, start)
         gc.collect()  # frees the target of the engine, a reference cycle
@@ -270,7 +245,7 @@ class _Rounds:
         train_eagle(task)
 
     def _answers(self, count: int, start: Path | None) -> dict[int, Answer]:
-        """Return the first `count` answers; the target and the best draft make the missing ones."""
+        """Return the first `count` answers; the target and the best draft make missing ones."""
         folder = self._work / "answers"
         found = read_answers(folder)
         if missing := [number for number in range(count) if number not in found]:
@@ -280,7 +255,6 @@ class _Rounds:
         return {number: found[number] for number in range(count)}
 
     def _record(self, target: CachedModel, answers: dict[int, Answer]) -> list[Path]:
-        """Record answers with the target, unless recorded; return the paths."""
         folder = self._work / "recordings"
         paths = []
         for number, answer in answers.items():
@@ -292,11 +266,6 @@ class _Rounds:
 
 
 def _claim(path: Path, settings: Values) -> None:
-    """Write the settings into the folder.
-
-    Raises:
-        ValueError: The folder belongs to a training with other settings.
-    """
     text = json.dumps(settings, indent=1, sort_keys=True)
     if path.exists() and path.read_text() != text:
         raise ValueError(

@@ -37,13 +37,11 @@ from specextend.training.recording import Recording, Show, TrainOptions
 
 TRAINING = "training"
 CHECKPOINT = "checkpoint.safetensors"
-"""Path of the checkpoint in the draft's folder."""
 CHECKPOINT_S = 120.0
-"""Seconds between checkpoints."""
 WARM_UP = 0.03
 """Share of steps with a rising learning rate."""
 STEP_WEIGHTS = (1.0, 0.8)
-"""Loss weights of the first and second drafted token."""
+"""Of the first and second drafted token."""
 PROMPT_SLOTS = 256
 """Prompt slots that a step trains, beside all slots of the answer."""
 
@@ -52,7 +50,7 @@ PROMPT_SLOTS = 256
 
 
 class Task(NamedTuple):
-    """The training of a round: frozen weights of the target, and examples."""
+    """A round's training: frozen weights of the target, and examples."""
 
     options: TrainOptions
     target: TargetOptions
@@ -61,11 +59,9 @@ class Task(NamedTuple):
     vocabulary: Tensor
     """Token ids [V] int64 of the draft, ascending."""
     recordings: list[Path]
-    """The examples."""
     start: Path | None
-    """Folder of the draft to start from; None for a new draft."""
+    """Draft to start from."""
     folder: Path
-    """Folder of the draft and its checkpoint."""
     show: Show
     embedding: Tensor
     """[tokens, C]"""
@@ -76,7 +72,7 @@ class Task(NamedTuple):
 
 
 def frozen_weights(model: Any, lm_head: Tensor) -> list[Tensor]:
-    """Copy embedding, LM head and last norm of a target, in fp32 where bf16 products are slow."""
+    """Copy embedding, LM head and last norm, in fp32 where bf16 products are slow."""
     dtype = lm_head.dtype if multiplies_bf16(lm_head.device) else torch.float32
     weights = model.get_input_embeddings().weight, lm_head, model.model.norm.weight
     return [weight.detach().to(dtype, copy=True) for weight in weights]
@@ -86,14 +82,12 @@ def frozen_weights(model: Any, lm_head: Tensor) -> list[Tensor]:
 
 
 class EagleHead:
-    """A trainable head in fp32, with frozen embedding and LM head of the target."""
+    """A trainable head in fp32, with frozen embedding and LM head."""
 
     def __init__(
         self, config: EagleConfig, weights: Mapping[str, Tensor], embedding: Tensor, lm_head: Tensor
     ):
-        """Take the weights of the format; `embedding` and `lm_head` [tokens, C] decide the
-        device.
-        """
+        """Take the weights of the format; the embedding decides the device."""
         device = lm_head.device
         self.config = config
         self.weights = {
@@ -146,7 +140,7 @@ class EagleHead:
         return linear(x, self.weights[f"{name}.weight"])
 
     def _project(self, name: str, normed: Tensor, slots: Slots) -> Tensor:
-        """Compute queries, keys or values [n, heads, D] of slots, copy heads last."""
+        """Compute queries, keys or values [n, heads, D], copy heads last."""
         own = self._heads(f"layer.self_attn.{name}", normed)
         if name != "v_proj":
             own = rotate(own, slots.positions, self._inv_freq)
@@ -170,7 +164,7 @@ def _with_copy_heads(
     """Add copy heads that find earlier occurrences of the last tokens.
 
     Queries and keys share a random projection of the last three tokens, so they match where any of
-    them are equal. The output projection starts at zero: the output does not change yet.
+    them are equal. The output projection starts at zero, so the output does not change yet.
     """
     assert config.copy_heads is not None
     generator = torch.Generator().manual_seed(task.options.seed)
@@ -185,8 +179,7 @@ def _with_copy_heads(
     )
     shape = (size, 3 * config.hidden_size)
     keys = torch.randn(shape, generator=generator) / (config.head_dim * norm) ** 0.5
-    # One equal token scores about 8 after the scale of D**-0.5. The heads differ, or all would
-    # learn the same.
+    # An equal token scores about 8 after the scale of D**-0.5. Equal heads would learn the same.
     sharper = 8 * torch.linspace(0.5, 1.5, group + 2)[1:-1, None, None]
     queries = sharper * config.head_dim**0.5 * keys.view(config.copy_heads, 1, config.head_dim, -1)
     return {
@@ -225,13 +218,13 @@ class Slots(NamedTuple):
     token_ids: Tensor
     """[S] int64: token i + 1."""
     history: Tensor
-    """[S, 3] int64: tokens i, i - 1, i - 2; the first token stands for missing ones."""
+    """[S, 3] int64: tokens i, i - 1, i - 2; the first token fills gaps."""
     positions: Tensor
     """[S] int64: i."""
     hidden: Tensor
-    """[S, C]: hidden state of the target at i."""
+    """[S, C]: the target's hidden state at i."""
     labels: Tensor
-    """[S, C]: hidden state of the target at i + 1, to predict."""
+    """[S, C]: the target's hidden state at i + 1."""
     shares: Tensor
     """[S] fp32: the target's probability of the draft vocabulary at i + 1."""
     is_answer: Tensor
@@ -254,12 +247,12 @@ def chain(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Run a head on the slots `asked` [Q], then on the following slots with its output as features.
 
-    Yields:
-        For each step, outputs [Q, C] and the slots [Q] of their labels. Beyond the last slot,
-        outputs have no meaning.
+    Yields outputs [Q, C] of each step and the slots [Q] of their labels. Beyond the last slot,
+    outputs
+    have no meaning.
     """
     keys, values = head.keys_values(slots)
-    visible = slots.positions <= asked[:, None]  # all slots up to itself
+    visible = slots.positions <= asked[:, None]
     hidden = slots.hidden[asked]
     own = torch.eye(len(asked), dtype=torch.bool, device=asked.device)
     for step in range(num_steps):
@@ -296,7 +289,6 @@ def head_loss(head: EagleHead, example: Slots, generator: torch.Generator) -> Te
 
 
 def _asked(slots: Slots, generator: torch.Generator) -> Tensor:
-    """Choose all slots of the answer and a random subset of the prompt's."""
     num_prompt = int((~slots.is_answer).sum())
     some = torch.randperm(num_prompt, generator=generator)[:PROMPT_SLOTS].sort().values
     return torch.cat([some, torch.arange(num_prompt, len(slots.positions))]).to(
@@ -324,7 +316,6 @@ def train_eagle(task: Task) -> None:
 
 
 def _new_config(task: Task) -> EagleConfig:
-    """Describe a head with a single layer of the target's shape."""
     shape = task.config
     return EagleConfig(
         target=Path(task.target.model).name,
@@ -345,7 +336,6 @@ def _new_config(task: Task) -> EagleConfig:
 
 
 def _fit(head: EagleHead, task: Task) -> None:
-    """Train a head on the task's recordings, from its checkpoint if any."""
     options = task.options
     examples = task.recordings
     checkpoint = task.folder / TRAINING / CHECKPOINT
@@ -380,7 +370,7 @@ def _fit(head: EagleHead, task: Task) -> None:
 
 
 def _rate(step: int, num_steps: int) -> float:
-    """Return the learning rate relative to its peak; the cosine ends at a twentieth."""
+    """Return the rate relative to its peak; the cosine ends at a twentieth."""
     warm = max(1, round(WARM_UP * num_steps))
     if step < warm:
         return (step + 1) / warm
@@ -389,7 +379,6 @@ def _rate(step: int, num_steps: int) -> float:
 
 
 def _load(path: Path, head: EagleHead, optimizer: torch.optim.Optimizer) -> int:
-    """Load a checkpoint and return its number of steps; 0 without a checkpoint."""
     if not path.exists():
         return 0
     for key, tensor in load_file(path).items():

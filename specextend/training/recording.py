@@ -1,8 +1,6 @@
-"""Settings of a training, and its examples: prompts of documents, and the target's answers and
-states.
+"""Settings of a training, and its examples: prompts, and the target's answers and states.
 
-The target answers in the engine with the run's sampling, since drafts must predict such answers.
-They lie in Parquet files. Then it reads each prompt and answer, and its hidden states go to a file.
+The target answers with the run's sampling, since drafts must predict such answers.
 
 Shapes: `T` tokens, `C` hidden size, `V` vocabulary of the draft.
 """
@@ -36,7 +34,7 @@ from specextend.requests.rounds import document_seed
 from specextend.stats import DecodingStats
 
 Show = Callable[..., None]
-"""Takes the name of a stage, its progress, its total, and an optional detail."""
+"""Takes the name of a stage, its progress, its total, any detail."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +85,7 @@ class Text(NamedTuple):
     token_ids: Tensor
     """[T] int32"""
     instruction: Around | None = None
-    """Its instruction; None for the run's."""
+    """None for the run's."""
 
 
 class Answer(NamedTuple):
@@ -122,9 +120,8 @@ class PromptMaker:
         self._most = min(options.max_tokens, room)
 
     def prompt(self, text: Text, number: int, *, whole: bool) -> list[int]:
-        """Make the run's prompt of a whole document, if asked for, or of a random piece.
-
-        Documents longer than the longest piece are never taken whole.
+        """Make a prompt of a whole document, if asked for and not too long, or of a random
+        piece.
         """
         short = whole and len(text.token_ids) <= self._most
         piece = (
@@ -137,7 +134,6 @@ class PromptMaker:
         ).token_ids
 
     def _piece(self, text: Text, random: Random) -> list[int]:
-        """Cut a piece out of a document, with log-uniform length."""
         least = self._options.min_tokens
         most = min(self._most, len(text.token_ids))
         size = min(most, round(least * (most / least) ** random.random()))
@@ -156,7 +152,7 @@ class Recording(NamedTuple):
     shares: Tensor
     """[T] fp32: the target's probability of the draft's vocabulary, an upper bound for drafts."""
     is_answer: Tensor
-    """[T] bool: False for the prompt, which comes first."""
+    """False for the prompt."""
 
     def save(self, path: Path) -> None:
         """Write a safetensors file atomically."""
@@ -173,7 +169,7 @@ class Recording(NamedTuple):
 
 @torch.inference_mode()
 def record(target: CachedModel, vocabulary: Tensor, answer: Answer) -> Recording:
-    """Record a prompt and its answer; the target's cache has rows for both.
+    """Record a prompt and its answer, for which the target's cache has rows.
 
     Args:
         vocabulary: Token ids [V] of the draft.
@@ -201,7 +197,7 @@ def record(target: CachedModel, vocabulary: Tensor, answer: Answer) -> Recording
 
 
 ROWS = 32
-"""Answers in a file, and most answers lost if a training is killed."""
+"""Answers in a file, all lost if a training is killed."""
 TOKENS = pa.list_(pa.int32())
 SCHEMA = pa.schema(
     [("number", "int64"), ("prompt_token_ids", TOKENS), ("output_token_ids", TOKENS)]
@@ -249,7 +245,7 @@ def tokens_per_step(config: RunConfig, prompts: Mapping[int, list[int]], show: S
 
 
 def with_draft(config: RunConfig, folder: Path | None) -> RunConfig:
-    """Return a configuration with the draft of a folder; with n-grams if there is none yet."""
+    """Set the draft, or n-grams before there is one."""
     if folder is None:
         draft = DraftOptions(kind="ngram")
     else:
@@ -264,7 +260,7 @@ def with_draft(config: RunConfig, folder: Path | None) -> RunConfig:
 def _answered(
     config: RunConfig, prompts: Mapping[int, list[int]]
 ) -> Iterator[tuple[int, Completion]]:
-    """Answer prompts with the run's limit, sampling and schema, a seed each; count the answers."""
+    """Answer prompts with the run's options, a seed each; count the answers."""
     options = config.decoding
     requests = (
         Request(
@@ -280,7 +276,6 @@ def _answered(
 
 
 def _write(rows: list[Values], folder: Path) -> None:
-    """Write rows, if any, to a file named by its first number, atomically."""
     if rows:
         write_table(
             resolve(str(folder / f"{rows[0]['number']:06}.parquet")),
