@@ -36,10 +36,10 @@ from specextend.decoding.device import (
     traits_of,
 )
 from specextend.decoding.measurements import measure_limits
+from specextend.folders import code_commit
 from specextend.proof.kernel_checks import times_of
 from specextend.proof.prover import Proof, chosen, identity, prove
 from specextend.proof.subject import LayerShape, Subject, candidates_for
-from specextend.shipped import code_commit
 
 Found = dict[str, Any]
 LIMITS_S = {

@@ -30,9 +30,9 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from specextend import RunConfig
 from specextend.core import how_to_install
 from specextend.decoding.device import multiplies_bf16
+from specextend.folders import on_this_machine
 from specextend.models.causal_lm import load_causal_lm
 from specextend.models.pairing import check_pair
-from specextend.shipped import on_this_machine
 
 LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
 """Options of prompt lookup: transformers' default of ten tokens, after matches of three.

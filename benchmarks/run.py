@@ -23,7 +23,7 @@ from benchmarks.verdicts import judge_summaries
 from specextend import Request, RunConfig, SamplingParams, load_engine
 from specextend.core import is_loop
 from specextend.decoding.device import device_name
-from specextend.shipped import code_commit, package_version
+from specextend.folders import code_commit, package_version
 from specextend.stats import DecodingStats
 
 Say = Callable[[str], None]

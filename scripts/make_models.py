@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scripts.tiny_models import write_tiny_models
+from specextend.folders import DEFAULT_TARGET
 from specextend.models.causal_lm import WHEEL, write_smollm2
-from specextend.shipped import DEFAULT_TARGET
 
 ROOT = Path(__file__).resolve().parent.parent
 CORPUS = ROOT / "examples" / "govreport.parquet"

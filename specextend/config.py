@@ -37,8 +37,7 @@ from specextend.decoding.decoding_options import (
     TreeOptions,
     at_least,
 )
-from specextend.models.model_files import TargetOptions, looks_like_path
-from specextend.shipped import (
+from specextend.folders import (
     CONFIGS,
     MODELS,
     SHIPPED,
@@ -46,6 +45,7 @@ from specextend.shipped import (
     models_folder,
     shipped_configs,
 )
+from specextend.models.model_files import TargetOptions, looks_like_path
 
 MAX_WORKERS = 10_000
 """A single driver could not coordinate more."""

@@ -18,8 +18,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from specextend.core import ReadOnly, printable
-from specextend.folders import leave
-from specextend.shipped import shipped_configs
+from specextend.folders import leave, shipped_configs
 from specextend.terminal import complain, guard_streams
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -139,7 +139,7 @@ def audit(output: str, rows: int, seed: int, json: str | None) -> int:
     Each side decodes the rows four times, in turns. The result is in audit.json of the run's
     folder, and in the report. The exit code is 3 if a row fails or differs by more than rounding.
     """
-    from specextend.audit import audit
+    from specextend.cluster.audit import audit
     from specextend.data.run_folder import write_audit
     from specextend.data.storage import resolve
     from specextend.report import render_audit

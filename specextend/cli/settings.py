@@ -12,7 +12,7 @@ import click
 
 from specextend.cli.command import SET, config_option, in_one_line, show
 from specextend.core import Values, printable
-from specextend.shipped import TASKS, find_config, shipped_configs
+from specextend.folders import TASKS, find_config, shipped_configs
 
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import RunConfig

@@ -36,7 +36,7 @@ from specextend.data.run_folder import (
 )
 from specextend.data.schema import FAILURE
 from specextend.data.storage import Location, exists, write_bytes
-from specextend.shipped import code_commit, package_version
+from specextend.folders import code_commit, package_version
 
 if TYPE_CHECKING:  # they import torch
     from specextend.cluster.progress import Display

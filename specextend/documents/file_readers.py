@@ -1,10 +1,14 @@
-"""Processes that read files; a file that hangs or kills its process fails without the others."""
+"""Formats of files, their readers, and processes that read them.
+
+A file that hangs or kills its process fails without the others.
+"""
 
 import importlib
 import io
 import multiprocessing
 import operator
 import os
+import re
 import resource
 import secrets
 import signal
@@ -15,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime
 from functools import cache, partial
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import PurePath
@@ -24,7 +29,7 @@ import pyarrow as pa
 
 from specextend.core import Values, one_line
 from specextend.data.inputs import InputError
-from specextend.data.prepared import LEFT_OUT, Failure
+from specextend.data.prepared import LEFT_OUT, PAGE_LABELS, PAGE_STARTS, Failure
 from specextend.data.storage import (
     Location,
     is_away,
@@ -34,9 +39,113 @@ from specextend.documents.document_options import DocumentOptions, Text, Unreada
 from specextend.documents.document_set import (
     write_rows,
 )
-from specextend.documents.kinds import COMPRESSIONS, read_document
+from specextend.documents.html import read_html
+from specextend.documents.pdf import read_pdf
 from specextend.documents.table_rows import ROW_READERS, NumberedRow, as_row
-from specextend.documents.text import num_visible
+from specextend.documents.text import HALF_CHARACTER, decode, num_visible, read_markdown
+from specextend.documents.zipped_xml import read_docx, read_epub, read_odt, read_pptx
+
+KINDS = {
+    ".pdf": "pdf",
+    ".docx": "docx",
+    ".epub": "epub",
+    ".pptx": "pptx",
+    ".odt": "odt",
+    ".html": "html",
+    ".htm": "html",
+    ".xhtml": "xhtml",
+    ".xht": "xhtml",
+    ".md": "markdown",
+    ".markdown": "markdown",
+    ".txt": "text",
+    ".text": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
+"""JSON Lines and CSV have a document in each row."""
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".lz4": "lz4", ".zst": "zstd"}
+_OTHERS = {
+    b"{\\rtf": "RTF",
+    b"\xd0\xcf\x11\xe0": "an old Office file",
+    b"PK\3\4": "a ZIP archive",
+    b"PAR1": "Parquet",
+}
+"""Beginnings of files that are no text."""
+OTHER = "other"
+"""Files that only `--reader` may read."""
+_INVISIBLE = re.compile(
+    "[\u00ad\u200b\u2060\ufeff]|(?<![\U0001f3f4\U000e0000-\U000e007f])[\U000e0000-\U000e007f]+"
+)
+"""Soft hyphens, zero-width spaces, and tags outside of flags."""
+_JOINT = "\n\n"
+
+
+def kind_of(name: str) -> str | None:
+    """Return a file's format by its name, if known."""
+    path = PurePath(name.lower())
+    if path.suffix in COMPRESSIONS:
+        path = PurePath(path.stem)
+    return KINDS.get(path.suffix)
+
+
+def read_document(
+    kind: str, data: bytes, options: DocumentOptions, given: Text | None = None
+) -> Values:
+    """Return title, text, counts and pages as columns. Raises any error for damaged bytes."""
+    title, text, counts, pages, labels = given or _READERS[kind](data, options)
+    texts = [*map(_clean, pages or [text])]
+    text = _JOINT.join(filter(None, texts))
+    if not text.strip():
+        hint = (
+            ", as if it were scanned; text recognition (OCR) could add it" if kind == "pdf" else ""
+        )
+        if counts.get("left_out_characters"):
+            hint = " but that which --main-only leaves out; read it without"
+        raise UnreadableError("no text", f"has no text{hint}")
+    row = {"title": " ".join(_clean(title).split()), "text": text, **counts}
+    if pages:
+        # a page without text begins where the next page does
+        lengths = (len(each) + len(_JOINT) * bool(each) for each in texts[:-1])
+        starts = accumulate(lengths, initial=0)
+        row[PAGE_STARTS] = [min(start, len(text)) for start in starts]
+        row[PAGE_LABELS] = [*map(_clean, labels)] or None
+    return row
+
+
+def _clean(text: str) -> str:
+    text = _INVISIBLE.sub("", HALF_CHARACTER.sub("\ufffd", text))
+    return text.replace("\0", "\ufffd")
+
+
+def _read_text(data: bytes, options: DocumentOptions) -> Text:
+    for sign, name in _OTHERS.items():
+        if data.startswith(sign):
+            message = f"is {name} and no text; save it as DOCX or PDF, or read it with --reader"
+            raise UnreadableError("other kind", message)
+    return Text("", decode(data, options.encoding), {})
+
+
+def _read_other(data: bytes, options: DocumentOptions) -> Text:
+    raise UnreadableError(
+        LEFT_OUT, f"is of a kind that is not read, and {options.reader} gave None"
+    )
+
+
+_READERS: dict[str, Callable[[bytes, DocumentOptions], Text]] = {
+    "pdf": read_pdf,
+    "docx": read_docx,
+    "epub": read_epub,
+    "pptx": read_pptx,
+    "odt": read_odt,
+    "html": read_html,
+    "xhtml": partial(read_html, is_xml=True),
+    "markdown": read_markdown,
+    OTHER: _read_other,
+    "text": _read_text,
+}
+
 
 _AHEAD = 64
 _HOPELESS = 1000

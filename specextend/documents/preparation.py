@@ -32,13 +32,14 @@ from specextend.documents.document_set import (
     write_rows,
 )
 from specextend.documents.file_readers import (
+    OTHER,
     Reading,
     SourceFile,
     check_reader,
+    kind_of,
     read_files,
     read_table,
 )
-from specextend.documents.kinds import OTHER, kind_of
 from specextend.documents.table_rows import NumberedRow
 
 _AS_IT_IS = (

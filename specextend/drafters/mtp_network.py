@@ -6,7 +6,7 @@ For position i, with e the embedding of token i + 1 and h the target's last hidd
     h' = norm(layer(x)), logits by the target's LM head
 
 h' gives token i + 2, and takes the place of h one level further. The layer is a model of the
-target's class (`models.mtp`), on transformers' layers with our attention and cache.
+target's class (`models.checkpoints`), on transformers' layers with our attention and cache.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ class MtpNetwork:
 
         Args:
             layer: A causal LM of one layer, without need of its embedding and LM head.
-            joining: Weights of `models.mtp.JOINING`.
+            joining: Weights of `MTP_JOINING`.
             num_rows: Rows of the full and the working cache.
 
         Raises:

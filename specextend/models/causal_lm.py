@@ -36,13 +36,22 @@ from specextend.decoding.layers import context_length, why_not_fused
 from specextend.decoding.model import chosen_experts, layers_of
 from specextend.decoding.quantized import check_device, check_quantizable, saved_bytes
 from specextend.decoding.stock import AttentionLayer
-from specextend.folders import cache_folder, temporary_folder
+from specextend.folders import (
+    DEFAULT_TARGET,
+    MODELS,
+    cache_folder,
+    on_this_machine,
+    temporary_folder,
+)
 from specextend.models.checkpoints import (
+    MTP_JOINING,
     Weight,
+    check_mtp_names,
     merge_adapter,
     open_weights,
     read_packing,
     read_weights,
+    split_mtp,
 )
 from specextend.models.model_files import (
     ADAPTER_CONFIG,
@@ -58,8 +67,6 @@ from specextend.models.model_files import (
     read_json,
     read_tensors,
 )
-from specextend.models.mtp import JOINING, check_names, split_mtp
-from specextend.shipped import DEFAULT_TARGET, MODELS, on_this_machine
 
 with without_collections():  # saves a seventh of its time
     import transformers
@@ -245,7 +252,7 @@ def check_mtp(model: str) -> None:
     """
     if (tensors := read_tensors(model)) is not None:
         folder = find_folder(model, weights=False)
-        check_names(_weights_of(tensors, _config_of(model), folder, model, None)[1], model)
+        check_mtp_names(_weights_of(tensors, _config_of(model), folder, model, None)[1], model)
 
 
 def read_mtp(model: str) -> tuple[int, AttentionLayer]:
@@ -309,15 +316,16 @@ def load_mtp(
     """Load a checkpoint's MTP layer. Raises ModelError.
 
     Returns:
-        A causal LM of this layer without embedding and LM head, and the weights of `mtp.JOINING`.
+        A causal LM of this layer without embedding and LM head, and the weights of
+        `MTP_JOINING`.
     """
     folder = find_folder(model, weights=True)
     config = _read_config(folder, model)
     _, found = _weights_of(read_folder(folder, model), config, folder, model, None)
-    check_names(found, model)
+    check_mtp_names(found, model)
     tensors = open_weights(found)
     joining = {
-        name: tensors.pop(f"{name}.weight")[...].to(device, DTYPES[dtype]) for name in JOINING
+        name: tensors.pop(f"{name}.weight")[...].to(device, DTYPES[dtype]) for name in MTP_JOINING
     }
     alone = _mtp_config(config)
     nothing = torch.zeros(alone.vocab_size, alone.hidden_size)

@@ -1,7 +1,20 @@
-"""Weights of a checkpoint, unpacked and with an adapter.
+"""Weights of a checkpoint: unpacked, with an adapter, and without its MTP layer.
 
 `read_packing` reads a config, `read_weights` lists unpacked tensors, `merge_adapter` adds a LoRA
 adapter, `open_weights` makes the tensors. Arithmetic is in float32; the loader rounds once.
+
+`split_mtp` separates a draft inside the checkpoint (multi-token prediction, MTP). Its layer joins
+the embedding of a token with the target's hidden state before it, runs a decoder layer of the
+target's class, and uses the target's LM head. Families name its tensors differently:
+
+| | Qwen3.5, Qwen3-Next | GLM-4.x, DeepSeek-V3 with N layers |
+|---|---|---|
+| decoder layer | `mtp.layers.0.` | `model.layers.N.` |
+| join of embedding and state, in this order | `mtp.fc` | `eh_proj` |
+| norms of embedding and state | `mtp.pre_fc_norm_embedding`, `..._hidden` | `enorm`, `hnorm` |
+| norm of the output | `mtp.norm` | `shared_head.norm` |
+
+The state is the target's after its final norm, or the layer's output after its norm.
 """
 
 import math
@@ -18,6 +31,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from specextend.core import Values, first_line
+from specextend.folders import on_this_machine
 from specextend.models.model_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -27,7 +41,6 @@ from specextend.models.model_files import (
     read_json,
     read_safetensors_header,
 )
-from specextend.shipped import on_this_machine
 
 SERVED = "fp8, compressed-tensors, mxfp4, awq, gptq"
 _CT_FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
@@ -271,6 +284,91 @@ def adapter_folder(adapter: str) -> Path:
         if not (folder / name).is_file():
             raise ModelError(f"target.adapter: {adapter} has no {name} on {platform.node()}")
     return folder
+
+
+MTP_JOINING = ("join", "embedding_norm", "hidden_norm")
+"""Modules before the decoder layer."""
+_MTP_LAYER = "model.layers.0."
+_MTP_NORM = "model.norm.weight"
+
+
+class _MtpNames(NamedTuple):
+    prefix: str
+    """Begins every name."""
+    layer: str
+    join: str
+    embedding_norm: str
+    hidden_norm: str
+    norm: str
+    copies: tuple[str, ...] = ()
+    """Of the target's embedding and LM head, which are used instead."""
+
+
+def _mtp_names(num_layers: int) -> tuple[_MtpNames, ...]:
+    last = f"model.layers.{num_layers}."
+    return (
+        _MtpNames(
+            "mtp.",
+            "mtp.layers.0.",
+            "mtp.fc.weight",
+            "mtp.pre_fc_norm_embedding.weight",
+            "mtp.pre_fc_norm_hidden.weight",
+            "mtp.norm.weight",
+        ),
+        _MtpNames(
+            last,
+            last,
+            f"{last}eh_proj.weight",
+            f"{last}enorm.weight",
+            f"{last}hnorm.weight",
+            f"{last}shared_head.norm.weight",
+            (f"{last}embed_tokens.weight", f"{last}shared_head.head.weight"),
+        ),
+    )
+
+
+def split_mtp(
+    weights: Mapping[str, Weight], num_layers: int
+) -> tuple[dict[str, Weight], dict[str, Weight]]:
+    """Split weights into the target's and those of its MTP layer, which may be missing.
+
+    The latter has MTP_JOINING and a model of one layer; names of no known layer stay as they are.
+    """
+    for names in _mtp_names(num_layers):
+        if names.join in weights:
+            own = {name: each for name, each in weights.items() if name.startswith(names.prefix)}
+            rest = {name: each for name, each in weights.items() if name not in own}
+            return rest, {
+                _renamed(name, names): each
+                for name, each in own.items()
+                if name not in names.copies
+            }
+    return dict(weights), {}
+
+
+def _renamed(name: str, names: _MtpNames) -> str:
+    ours = {getattr(names, each): f"{each}.weight" for each in MTP_JOINING} | {
+        names.norm: _MTP_NORM
+    }
+    if name in ours:
+        return ours[name]
+    return name.replace(names.layer, _MTP_LAYER, 1) if name.startswith(names.layer) else name
+
+
+def check_mtp_names(found: Mapping[str, Weight], model: str) -> None:
+    """Check the names of a split MTP layer. Raises ModelError."""
+    if not found:
+        raise ModelError(
+            f"{model} has no layer for draft.kind mtp (mtp.fc.weight or eh_proj.weight); take "
+            "another draft"
+        )
+    required = {_MTP_NORM, *(f"{name}.weight" for name in MTP_JOINING)}
+    if missing := required - found.keys():
+        raise ModelError(f"{model} lacks {min(missing)} of its MTP layer; fetch it again")
+    if odd := [n for n in found if n not in required and not n.startswith(_MTP_LAYER)]:
+        raise ModelError(
+            f"{model} has the tensor {min(odd)}, which no known MTP layer has; take another draft"
+        )
 
 
 def open_weights(weights: Mapping[str, Weight]) -> dict[str, Any]:

@@ -33,8 +33,7 @@ from huggingface_hub.utils import disable_progress_bars
 from safetensors import SafetensorError, safe_open
 
 from specextend.core import Values, counted, first_line
-from specextend.folders import temporary_folder
-from specextend.shipped import on_this_machine
+from specextend.folders import on_this_machine, temporary_folder
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Scheme = Literal["int8", "fp8", "int4"]

@@ -23,9 +23,8 @@ from specextend.attention.backends import Trial
 from specextend.core import ReadOnly, Values
 from specextend.decoding.device import device_name, toolchain_versions
 from specextend.decoding.measurements import keep, read_kept
-from specextend.folders import cache_folder, temporary_folder
+from specextend.folders import cache_folder, package_version, temporary_folder
 from specextend.proof.subject import Candidate, Kernels, Subject
-from specextend.shipped import package_version
 
 LIMIT_S = 120.0
 """Seconds without a new verdict before a process is ended; compiling takes most of them."""

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from specextend.shipped import models_folder
+from specextend.folders import models_folder
 from tests.job.conftest import LONGEST_S, ROOT, ran
 
 pytestmark = pytest.mark.slow

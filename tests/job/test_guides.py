@@ -7,11 +7,10 @@ from contextlib import nullcontext, suppress
 import click
 import pytest
 
-from specextend.cli.demo import SETTINGS
 from specextend.cli.main import specextend
-from specextend.cli.run import Arguments
+from specextend.cli.run import DEMO_SETTINGS, Arguments
 from specextend.config import RunConfig
-from specextend.shipped import shipped_configs
+from specextend.folders import shipped_configs
 from tests.job.conftest import ROOT
 
 FOLDERS = (".", ".github/**", "benchmarks", "docs/**", "examples", "models/*", "specextend/**")
@@ -80,7 +79,7 @@ def test_the_paragraphs_of_a_page_are_short(page):
 
 def test_the_demo_names_its_own_columns():
     """The configuration that it uses is everybody's, and knows no column but `text`."""
-    config = RunConfig.load("smollm2", SETTINGS)
+    config = RunConfig.load("smollm2", DEMO_SETTINGS)
     assert config.input.id_column == "doc_id"
     assert config.input.passthrough == ("title", "reference_summary", "length_bucket")
     plain = RunConfig.load("smollm2")

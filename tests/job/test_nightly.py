@@ -10,7 +10,7 @@ import yaml
 
 from specextend.cluster import exits
 from specextend.config import RunConfig
-from specextend.shipped import shipped_configs
+from specextend.folders import shipped_configs
 from tests.job.conftest import ROOT, submitted
 
 DEPLOY = ROOT / "deploy"
