@@ -59,8 +59,7 @@ class Summarizer:
 
         Raises:
             ValueError: A model is missing or unsupported, the pair does not fit, or an option
-                selects
-                rows of files.
+                selects rows of files.
         """
         config = RunConfig.load(config, needs_paths=False)
         if config.tasks:
@@ -80,8 +79,7 @@ class Summarizer:
 
         Raises:
             InputError: A column is missing or has the wrong type, or `input.id_column` is not set
-                for
-                documents other than plain texts.
+                for documents other than plain texts.
         """
         received = time.monotonic()
         batch, given_back = as_table(documents, self._config.input)

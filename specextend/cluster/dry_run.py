@@ -161,8 +161,7 @@ class Outlook:
         """Predict the time for `workers`, loading included.
 
         At best, work is divided evenly, or the longest document decides; a schedule without idle
-        slots
-        exceeds the even share by at most this document.
+        slots exceeds the even share by at most this document.
         """
         workers = max(1, min(workers, self._num_documents))
         even_s = self._busy_s / workers

@@ -89,8 +89,7 @@ class OutputLock:
     """The lock of an output folder. Use it through `held`.
 
     A holder counts as dead if its process has ended, or if its lock has not changed for `STALE_S`
-    by
-    the local clock. Clocks of two machines are never compared.
+    by the local clock. Clocks of two machines are never compared.
     """
 
     def __init__(

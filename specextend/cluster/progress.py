@@ -351,8 +351,7 @@ class JsonDisplay(Display):
     """Writes a JSON object per event and line: `time`, `run`, `event`, its facts, any `message`.
 
     Events about a document name its `file`, `row` and, once known, `document` (its id), and
-    `worker`
-    and `attempt`.
+    `worker` and `attempt`.
     """
 
     _run_id: Fact = None

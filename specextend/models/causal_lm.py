@@ -552,8 +552,7 @@ def _check_tensors(config: PreTrainedConfig, model: str, found: Mapping[str, Wei
     """Raise ModelError unless the tensors are the architecture's.
 
     A tied LM head, RoPE buffers and the prefix `model.` are optional. Transformers checks tensors
-    that
-    it renames.
+    that it renames.
     """
     whole = _without_weights(config)
     if _has_other_names(whole):

@@ -248,8 +248,7 @@ def chain(
     """Run a head on the slots `asked` [Q], then on the following slots with its output as features.
 
     Yields outputs [Q, C] of each step and the slots [Q] of their labels. Beyond the last slot,
-    outputs
-    have no meaning.
+    outputs have no meaning.
     """
     keys, values = head.keys_values(slots)
     visible = slots.positions <= asked[:, None]
