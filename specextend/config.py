@@ -384,9 +384,7 @@ def _drop_demo(read: Iterable[tuple[Values, Origin]]) -> None:
 
 
 def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Values, Origin]]:
-    """Yield the values of all `base` configurations, then the configuration's; `above` shows
-    cycles.
-    """
+    """Yield the values of all `base` configurations, then its own; `above` shows cycles."""
     if isinstance(config, RunConfig):
         yield config.model_dump(mode="json"), Origin("RunConfig", os.getcwd())
         return
@@ -696,8 +694,8 @@ def _yaml_problem(error: Exception) -> str:
 
 
 class _PlainValues(yaml.SafeLoader):
-    """Refuses repeated keys, of which YAML keeps the last, and aliases, which can exceed any
-    memory.
+    """Refuses repeated keys, of which YAML keeps the last, and aliases, which grow without
+    bounds.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:

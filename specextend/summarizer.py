@@ -132,9 +132,7 @@ class RowDecoder:
         check_requests(config, self._prompts)
 
     def decode(self, rows: Sequence[Row], **changes: Any) -> list[DecodedRow]:
-        """Decode rows together, each to a summary or an error. `changes` override request
-        fields.
-        """
+        """Decode rows together to summaries or errors. `changes` override request fields."""
         documents = [
             DecodedRow(summarize(self._config, self._prompts, row, str(number)))
             for number, row in enumerate(rows)

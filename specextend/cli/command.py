@@ -190,9 +190,7 @@ def _say_end(error: BaseException, given: ReadOnly, expected: Expected) -> int |
 
 
 def say(line: str, event: str, given: ReadOnly, keep: str = "") -> None:
-    """Write a line to stderr, or an event if the option `log` is json. Failed writes are
-    dropped.
-    """
+    """Write a line to stderr, or an event for `--log json`. Failed writes are dropped."""
     if given.get("log") == "json":
         from specextend.cluster.progress import open_display
 

@@ -36,9 +36,7 @@ _COLUMNS = ("doc_id", "summary", "reasoning", "part_summaries", *_LENGTHS, "max_
 
 
 def audit(output: str, num_rows: int, seed: int) -> Values:
-    """Decode rows of a run again and return the `audit` section of its report. Raises
-    ValueError.
-    """
+    """Decode rows again and return the `audit` section of the report. Raises ValueError."""
     checked = _check(output)
     if not checked.source.num_rows:
         raise ValueError(f"{output} has no rows to compare")

@@ -162,9 +162,7 @@ class Driver:
             self.committer.remember(charges)
 
     def _check_silence(self) -> None:
-        """Raise RunError after `silence_s` without a token, for faults that no worker can
-        report.
-        """
+        """Raise RunError after `silence_s` without a token: no worker reports such faults."""
         if self.clock() - self._moved_at <= self.job.silence_s:
             return
         num_ready = self.roster.num_ready

@@ -179,9 +179,7 @@ class Outlook:
         )
 
     def workers_within(self, limit_s: float, *, surely: bool) -> int | None:
-        """Return the fewest workers that finish within `limit_s`, by the upper bound if
-        `surely`.
-        """
+        """Return the fewest workers for `limit_s`, by the upper bound if `surely`."""
         for workers in range(1, max(1, min(self._num_documents, MAX_WORKERS)) + 1):
             forecast = self.lasts(workers)
             if (forecast.seconds_high if surely else forecast.seconds) <= limit_s:

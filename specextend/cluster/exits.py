@@ -118,9 +118,7 @@ class Interrupt:
         ).start()
 
     def install(self) -> None:
-        """Take over SIGTERM and SIGINT. Call again after ray.init(), which replaces the
-        handlers.
-        """
+        """Take over SIGTERM and SIGINT, again after ray.init(), which replaces the handlers."""
         if threading.current_thread() is not threading.main_thread():
             _thread.interrupt_main(signal.SIGURG)
             return

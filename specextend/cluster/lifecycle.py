@@ -392,9 +392,7 @@ class _LockedRun:
         )
 
     def _conclude(self, counts: Counts) -> int:
-        """Write the report, the record and, on success, `_SUCCESS`. Only the report can be
-        interrupted.
-        """
+        """Write report, record and, on success, `_SUCCESS`. Only the report can be interrupted."""
         output = self.checked.output
         code = EXIT_DONE if self._accepts(counts) else EXIT_TOO_MANY_ERRORS
         self.interrupt.check()

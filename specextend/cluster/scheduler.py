@@ -202,9 +202,7 @@ class Scheduler:
         ]
 
     def charges(self) -> dict[DocumentKey, Tried] | None:
-        """Return the attempts at open documents after failures; None if unchanged since the last
-        call.
-        """
+        """Return the attempts at open documents after failures; None if unchanged."""
         if not self._has_charged:
             return None
         self._has_charged = False
@@ -254,9 +252,7 @@ class Scheduler:
         return is_ready and worker.rests_until <= now and worker.place not in self._left_out
 
     def _assign_alone(self, takers: list[Holder], now: float) -> list[tuple[str, Lease]]:
-        """Grant documents to empty workers, or reserve the emptiest, and remove these from
-        `takers`.
-        """
+        """Grant documents to empty workers, or reserve the emptiest; take these from `takers`."""
         granted: list[tuple[str, Lease]] = []
         room = max(1, len(self.workers) // ALONE_SHARE) if len(self._backlog) else len(self.workers)
         room -= sum(worker.is_alone for worker in self.workers.values())
@@ -429,9 +425,7 @@ class Scheduler:
                 self._charge(held, _failure(error_class, message), is_certain=state.is_alone)
 
     def lose(self, worker: str, message: str) -> None:
-        """Remove a worker lost with its node, without charges. An announced loss is not even
-        counted.
-        """
+        """Remove a worker lost with its node, without charges; nor is an announced loss counted."""
         state = self._drop(worker)
         for held in state.leases.values():
             if state.is_draining:

@@ -139,9 +139,7 @@ class Roster:
         self._states[worker] = "left out"
 
     def failed(self, worker: str, reason: str, now: float) -> float:
-        """Record a failed start; return the seconds until the next. Raises RunError after too
-        many.
-        """
+        """Record a failed start; return the seconds to wait. Raises RunError after too many."""
         seat = self.let_go(worker)
         self._num_failures[seat] += 1
         num_failures = self._num_failures[seat]

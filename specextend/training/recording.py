@@ -120,9 +120,7 @@ class PromptMaker:
         self._most = min(options.max_tokens, room)
 
     def prompt(self, text: Text, number: int, *, whole: bool) -> list[int]:
-        """Make a prompt of a whole document, if asked for and not too long, or of a random
-        piece.
-        """
+        """Make a prompt of a document, if asked for and not too long, or of a random piece."""
         short = whole and len(text.token_ids) <= self._most
         piece = (
             text.token_ids.tolist()
