@@ -694,9 +694,7 @@ def _yaml_problem(error: Exception) -> str:
 
 
 class _PlainValues(yaml.SafeLoader):
-    """Refuses repeated keys, of which YAML keeps the last, and aliases, which grow without
-    bounds.
-    """
+    """Refuses repeated keys, of which YAML keeps the last, and endless aliases."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

@@ -1,4 +1,4 @@
-"""Basic types without tensors (keys, requests, completions), loop detection and safe text."""
+"""Basic types without tensors, loop detection and safe text."""
 
 import difflib
 import gc
@@ -296,13 +296,13 @@ def without_collections() -> Iterator[None]:
     finally:
         if not gc.get_freeze_count():
             gc.freeze()
-            gc.unfreeze()  # moves all objects to the oldest generation
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 
 
 def how_to_install(extra: str) -> str:
-    """Return the command that installs an extra of this package, which is on no index."""
+    """Return the command that installs an extra: this package is on no index."""
     return f"pip install '.[{extra}]' in the clone, or 'WHEEL[{extra}]' with the path of the wheel"
 
 

