@@ -205,7 +205,7 @@ class WorkerActor:
 
 
 def early_ray(job: JobOptions, output: str, interrupt: Interrupt) -> EarlyRay | None:
-    """Start a private Ray early, unless `output` holds a run, which may be complete."""
+    """Start a private Ray early, unless `output` holds a run."""
     is_joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     if is_joined or not is_local() or os.path.exists(os.path.join(output, "_run")):
         return None

@@ -57,7 +57,7 @@ _IS_PLAIN = re.compile(
     "\\d\x01(st|nd|rd|th|er|re|ère|e|ème)\x04|([A-Z][a-z]?|[)\\]])\x02\\d+\x04(?!\\d)"
     "|[\\s(/][\x01\x02][^\x04]*\x04(?!\\w)|[\x01\x02][\\[^_]|[\x01\x02][^\\w+\u2212-]*\x04"
 )
-"""Ordinals, numbers of atoms and separate numbers need no sign."""
+"""Ordinals and separate numbers need no sign."""
 _IS_ONE = re.compile(
     "[\\s(/]\x01\\d+\x04|[\x01\x02]([+\u2212-]?\\w+[+\u2212-]?|[+\u2212-])\x04(?!\\w)"
 )

@@ -43,7 +43,7 @@ WARM_UP = 0.03
 STEP_WEIGHTS = (1.0, 0.8)
 """Of the first and second drafted token."""
 PROMPT_SLOTS = 256
-"""Prompt slots that a step trains, beside all slots of the answer."""
+"""Slots that a step trains beside the answer's."""
 
 
 # What it is trained from
