@@ -525,7 +525,7 @@ _PATHS = (
     ("target", "adapter"),
     ("draft", "model"),
 )
-"""In these, variables are replaced."""
+"""Keys with variables."""
 
 
 def _drop_model_of_draft(values: Values, kind: object) -> None:
@@ -536,7 +536,7 @@ def _drop_model_of_draft(values: Values, kind: object) -> None:
 
 
 _UPLOADED = "/_ray_pkg_"
-"""Of files uploaded with a Ray job."""
+"""Folder of files uploaded with a Ray job."""
 _VARIABLE = re.compile(r"\$\{([^{}]*)\}|\{([A-Za-z_]\w*)\}|(\$\{)|\$([A-Za-z_]\w*)")
 """`${NAME}`, `{name}`, and mistakes: an unclosed `${`, or `$NAME`."""
 

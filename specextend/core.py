@@ -33,9 +33,9 @@ MIN_FLAGGED_TOKENS = 24
 Values = dict[str, Any]
 """A row, a JSON object, a section of a configuration or report."""
 ReadOnly = Mapping[str, Any]
-"""Not modified by the receiver."""
+"""Values that the receiver does not modify."""
 Checkpoint = Callable[[], object]
-"""Called between the steps of long work; may raise."""
+"""Call between the steps of long work; may raise."""
 
 
 class DocumentKey(NamedTuple):
@@ -131,7 +131,7 @@ class Scored(NamedTuple):
     field: str
     value: str
     log_prob: float
-    """Relative to the other values of the field."""
+    """Logarithm relative to the other values of the field."""
 
 
 class Questions(NamedTuple):

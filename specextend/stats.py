@@ -42,7 +42,7 @@ class DecodingStats:
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    """Taken over from another prompt's start."""
+    """Prompt tokens taken over from another prompt."""
     num_output_tokens: int = 0
     num_spec_steps: int = 0
     num_plain_steps: int = 0
@@ -57,7 +57,6 @@ class DecodingStats:
     num_first_accepted: int = 0
     """Network steps with a correct first token."""
     num_retrievals: int = 0
-    """With the retrieval at the end of prefill."""
     retrieval_coverage_sum: float = 0.0
     """Sum over retrievals of the target's attention share on visible rows."""
     retrieval_churn_sum: float = 0.0
@@ -65,9 +64,9 @@ class DecodingStats:
     num_fallbacks: int = 0
     """Pauses of the draft."""
     num_hybrid_steps: int = 0
-    """With hybrid tree attention; the others used dense attention."""
+    """Steps with hybrid tree attention; the others used dense attention."""
     num_forwards: float = 0.0
-    """Divided among the sequences of each batch."""
+    """Forwards, divided among the sequences of each batch."""
     num_memory_retries: int = 0
     """Restarts because memory ran out."""
     ttft_s: float = 0.0
@@ -159,9 +158,9 @@ class ModelWork:
     """Weights read by a step."""
     kv_bytes_per_token: int
     layer_parameters: int
-    """Passed by every prompt token."""
+    """Weights passed by every prompt token."""
     head_parameters: int
-    """Passed only by the last prompt token."""
+    """Weights passed only by the last prompt token."""
     attention_flop_per_pair: int
     """Operations per pair of attending and attended token, over all layers."""
 

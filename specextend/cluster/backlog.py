@@ -24,7 +24,7 @@ from specextend.core import DocumentKey
 
 Ints = NDArray[np.int64]
 LENGTH_STEP = 1.1
-"""Lengths of a smaller ratio keep input order."""
+"""Ratio below which lengths count as similar."""
 
 Rank = tuple[int, DocumentKey]
 """Position in the order of work (smallest first), and the document."""

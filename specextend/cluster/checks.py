@@ -70,7 +70,7 @@ class CheckedRun:
     """A run that needs only its models loaded."""
 
     config: RunConfig
-    """Hub branches and tags are replaced by commits."""
+    """Names commits in place of Hub branches and tags."""
     output: Location
     source: Source
     facts: ModelFacts

@@ -92,7 +92,7 @@ class Rates:
     """Standard deviation of a document's seconds, relative to the prediction."""
     num_documents: int
     start_s: float
-    """Seconds from the start of Ray to a worker with loaded models."""
+    """Seconds from the start of Ray to loaded models."""
     device: str
 
 
@@ -304,7 +304,7 @@ _REJECTED = {
     "no room for a document": "PromptTooLong",
 }
 _SELDOM = {"BadId": "null or repeated id", "BadPages": "pages that do not fit the text"}
-"""Shown only if a row fails them."""
+"""Checks shown only if a row fails them."""
 _MEMORY = {
     "target_weights": "weights of the target",
     "draft_weights": "weights of the draft",

@@ -31,13 +31,13 @@ if TYPE_CHECKING:  # they import torch
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Set by `ray job submit` for the driver."""
 LOCAL_OBJECT_STORE_BYTES = 100 << 20
-"""For a private Ray, where only small objects pass through it."""
+"""Object store of a private Ray, for small objects only."""
 _LEAST_ADDRESSES = 4 << 30
 """Ray hangs for a minute with 3.1 GiB of addresses, and aborts with less."""
 _LEAST_ROOM = 32 << 20
 """Bytes for the logs and sockets of a private Ray."""
 _LEAST_FILES = 128
-"""With 40, Ray hangs for half a minute."""
+"""Ray hangs for half a minute with 40 files."""
 KNOCK_S = 10.0
 """Seconds to connect to the head."""
 _LONGEST_PARENT = 29

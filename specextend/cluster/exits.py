@@ -105,14 +105,13 @@ class Interrupt:
             deadline_s: Seconds until the run is told to stop; 0 sets no deadline.
         """
         self.last: Callable[[], None] = lambda: None
-        """Called before the process is killed, on another thread."""
+        """Last call before the process is killed, on another thread."""
         self._grace_s = GRACE_S if grace_s is None else grace_s
         self.reason = ""
-        """Empty without a request."""
         self._told = threading.Event()
         self._over = threading.Event()
         self._wakeup: int | None = None
-        """Filled with signal numbers by the system even if the main thread is stuck."""
+        """Pipe for signal numbers, filled even if the main thread is stuck."""
         threading.Thread(
             target=self._watch, args=(deadline_s or None,), name="grace", daemon=True
         ).start()

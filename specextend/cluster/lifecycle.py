@@ -80,7 +80,7 @@ from specextend.requests.tasks import failed_row
 
 _REFUSED_ROWS = 4096
 EXTRA_LEASES = 2
-"""Queued at a worker beyond its batch, while many documents wait."""
+"""Leases queued at a worker beyond its batch, while many documents wait."""
 FORCED = "ended by force; committed work is kept, run again to resume"
 
 

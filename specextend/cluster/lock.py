@@ -105,7 +105,7 @@ class OutputLock:
         self._monotonic = monotonic
         self._seen: bytes | None = None
         self._since = 0.0
-        """Of the last change of the watched or the written lock."""
+        """Time of the last change of the watched or the written lock."""
         self._is_settling = False
         self._mutex = threading.Lock()
         self._written = 0.0

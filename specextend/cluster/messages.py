@@ -29,7 +29,7 @@ class Lease(NamedTuple):
     key: DocumentKey
     estimate: TokenEstimate
     attempt: int
-    """From 1; becomes `attempts` of the row."""
+    """Number from 1; becomes `attempts` of the row."""
     is_alone: bool = False
     """True if nothing may run beside it, because it may have caused a failure."""
 
@@ -40,7 +40,7 @@ class Tried(NamedTuple):
     attempts: int
     struck: frozenset[Place] = frozenset()
     forgiven: int = 0
-    """Ended in an error row to be retried; not counted towards `max_attempts`."""
+    """Attempts with an error row to be retried, not counted towards `max_attempts`."""
 
 
 class Done(NamedTuple):
@@ -50,7 +50,7 @@ class Done(NamedTuple):
     stats: DecodingStats
     used_gib: float
     speedup: float | None = None
-    """In the worker's last draft trial, over plain decoding."""
+    """Speedup over plain decoding in the worker's last draft trial."""
 
 
 def with_document(error: DocumentError, row: Row | None) -> DocumentError:
@@ -72,7 +72,7 @@ class Lost(NamedTuple):
 
 
 Outcome = Done | DocumentError | Lost
-"""After a retryable error in stage `read`, another worker may succeed."""
+"""Another worker may succeed after a retryable error in stage `read`."""
 
 
 class WorkerInfo(NamedTuple):
@@ -83,9 +83,9 @@ class WorkerInfo(NamedTuple):
     pid: int
     device: str
     accelerators: tuple[str, ...] = ()
-    """Assigned by Ray, such as `GPU 3`."""
+    """Names such as `GPU 3`."""
     limits: dict[str, float] | None = None
-    """From `Engine.limits`; None if unknown."""
+    """Values of `Engine.limits`, if known."""
     kernels: Sequence[Values] = ()
     """`name`, `taken` and `why` of each kernel."""
 
@@ -95,7 +95,7 @@ class WorkerReport(NamedTuple):
 
     num_steps: int
     outputs: dict[str, int]
-    """By lease id, after the start of prefill."""
+    """Output tokens by lease id, after the start of prefill."""
 
 
 class Begun(NamedTuple):

@@ -30,7 +30,7 @@ MAX_GAP_S = 10.0
 WINDOW_S = 600.0
 """Seconds over which the rate is averaged."""
 DEFAULT_OUTPUT_COST = 10.0
-"""Of an output token relative to a prompt token, before it is measured."""
+"""Cost of an output token relative to a prompt token, before it is measured."""
 LEAST_LIMIT = 0.5
 """Share of failures up to which no run stops early."""
 MIN_ENDED = 100

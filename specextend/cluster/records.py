@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # they import torch
 
 LEAST_ROWS = 64
 ROWS_PER_WORKER = 8
-"""Limits a large run to thousands of files."""
+"""Rows per commit, to limit a large run to thousands of files."""
 _PACKAGES = ("specextend", "torch", "transformers", "ray", "pyarrow", "numpy")
 
 

@@ -58,7 +58,7 @@ class OpenDocument:
     attempts: int = 0
     forgiven: int = 0
     struck: set[Place] = field(default_factory=set)
-    """Of failed workers and batches."""
+    """Places of failed workers and batches."""
     losses: int = 0
 
     @property
@@ -109,7 +109,7 @@ class HeldLease:
     worker: Holder
     started_at: float | None = None
     num_outputs: int | None = None
-    """Output tokens so far; None before prefill."""
+    """None before prefill."""
 
 
 class Scheduler:

@@ -40,7 +40,7 @@ from specextend.requests.tasks import Task, answer, finished_row, tasks_of
 from specextend.terminal import wrap_streams
 
 ENGINE_EXIT_CODE = 70
-"""After a failure of the whole engine or of the GPU."""
+"""Exit code after a failure of the engine or the GPU."""
 
 
 RequestOutcome = Completion | DocumentError
@@ -70,7 +70,7 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[str, asyncio.Future[RequestOutcome]] = {}
         self._decoded: Counter[str] = Counter()
-        """Of a lease's finished requests."""
+        """Output tokens of a lease's finished requests."""
         # neither settled nor cancelled
         self._handed_out: dict[str, Request] = {}
         self._name = f"{os.uname().nodename}:{os.getpid()}"

@@ -50,15 +50,15 @@ from specextend.data.source import Source
 POLL_S = 2.0
 """Seconds between polls of a worker."""
 POLLS_PER_S = 250.0
-"""All workers together; takes 3% to 5% of a core."""
+"""Polls of all workers, which take 3% to 5% of a core."""
 DRAIN_EVERY_S = 5.0
 """Seconds between questions to Ray about draining nodes."""
 GATHER_S = 0.02
-"""To gather further answers, because a turn of the driver has a fixed cost."""
+"""Seconds to gather answers, because a turn of the driver has a fixed cost."""
 START_S = 1800.0
-"""For a process to load its models, before the worker is replaced."""
+"""Seconds for a process to load its models, before the worker is replaced."""
 VERDICT_S = 5.0
-"""For Ray to report the loss of a node."""
+"""Seconds for Ray to report the loss of a node."""
 MAX_FAILED_STARTS = 5
 """Consecutive, at a seat and without any ready worker, before the run is given up."""
 MAX_FRUITLESS_DEATHS = 50
@@ -76,7 +76,6 @@ class Roster:
 
     def __init__(self, size: int):
         self._not_before = [0.0] * size
-        """By seat."""
         self._num_failures = [0] * size
         self._seats: dict[str, int] = {}
         """A replacement takes over the seat."""
@@ -189,7 +188,6 @@ class _Actor:
     handle: Any
     info: WorkerInfo | None = None
     host: str = ""
-    """Empty before the process has started."""
     loads_since: float = math.inf
     poll_at: float = math.inf
     runs: dict[str, Any] = field(default_factory=dict)
@@ -215,7 +213,6 @@ class Pool:
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     _actors: dict[str, _Actor] = field(default_factory=dict)
     _answers: SimpleQueue[tuple[_Call, Future[Any]]] = field(default_factory=SimpleQueue)
-    """Filled by a thread of Ray."""
     _drain_pace: Pace = field(default_factory=lambda: Pace(DRAIN_EVERY_S))
     _source_ref: Any = None
 

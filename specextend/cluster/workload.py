@@ -33,7 +33,6 @@ from specextend.requests.tasks import Task
 from specextend.stats import ratio
 
 SAMPLE_SIZE = 200
-"""For the estimate of tokens per byte."""
 SAMPLE_BYTES = 64 << 10
 """Tokenizing takes a hundred times the memory of the text."""
 BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -48,9 +47,8 @@ class Plan(NamedTuple):
     """File and row [R, 2] of rows certain to fail."""
     rejected: Counter[str]
     num_over_length: int
-    """Over the prompt limit."""
+    """Rows over the prompt limit."""
     num_cut: int
-    """Of these, cut by the length policy."""
     unread: float
     """Share of all tokens that are cut."""
 

@@ -12,13 +12,13 @@ class Text(NamedTuple):
 
     title: str
     text: str
-    """Empty if `pages` has the texts."""
+    """Text of a file without pages."""
     counts: Mapping[str, int]
     """Counts by the columns of `COUNTS`."""
     pages: Sequence[str] = ()
-    """Of pages, slides or chapters."""
+    """Texts of pages, slides or chapters."""
     labels: Sequence[str] = ()
-    """Of pages, such as `iv`."""
+    """Labels of pages, such as `iv`."""
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class DocumentOptions:
     patterns: Sequence[str] = ()
     """Patterns of paths, such as `*.md`; empty: all known formats."""
     encoding: str | None = None
-    """Of files that are not UTF-8 and name none."""
+    """Encoding of files that are not UTF-8 and name none."""
     keep_lines: bool = False
     """Keep the lines of PDFs instead of joining paragraphs."""
     main_only: bool = False
@@ -53,7 +53,7 @@ class DocumentOptions:
     workers: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     """Processes that read files."""
     time_limit_s: float = 60.0
-    """For each file, plus one for each MiB."""
+    """Seconds for each file, plus one for each MiB."""
     memory_gib: float = 4.0
     reader: str | None = None
     """`module:function` from path and bytes to a text, texts of pages, or None."""

@@ -30,10 +30,10 @@ _RAISED = "\x01"
 _LOWERED = "\x02"
 _NOTE = "\x03"
 _END = "\x04"
-"""Around superscripts, subscripts and references to notes."""
+"""Marks around superscripts, subscripts and references to notes."""
 _OPEN = "\x05"
 _CLOSE = "\x06"
-"""Around an operand, which gets parentheses if it is long."""
+"""Marks around an operand, which gets parentheses if it is long."""
 _STRIKE = "\x07"
 _UNSTRIKE = "\x08"
 _STRUCK = re.compile("\x07([^\x08]*)\x08")
@@ -96,7 +96,7 @@ _BOILERPLATE = (
     "nav,footer,aside,dialog,menu,body > header,[role=navigation],[role=banner],[role=contentinfo],"
     "[role=complementary],[role=dialog],[role=search]"
 )
-"""Around the main part of a web page."""
+"""Elements around the main part of a web page."""
 _SURROUNDING = re.compile("cookie|consent|menu|navbar|sidebar|footer", re.IGNORECASE)
 _LAYOUT = re.compile(r"(^|[-_])(has|no|not|with|without|is|js)([-_]|$)", re.IGNORECASE)
 """Words in ids and classes of layouts."""

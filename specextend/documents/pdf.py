@@ -15,20 +15,20 @@ from specextend.documents.text import hidden_counts, num_visible
 _ITEM = re.compile(r"([-•▪◦*]|\(?(\d{1,3}|[a-z])[.)])\s")
 _HIDDEN = 0x02 | 0x20
 _FULL = 0.7
-"""Relative to the long lines of its page."""
+"""Length of a full line, relative to the long lines of its page."""
 _DIVIDED = re.compile("[\x02\u00ad\ufffe]\n?")
-"""As PDFium writes divided words."""
+"""Divided words, as PDFium writes them."""
 _SPACES = re.compile(r"[ \r]*([ \n])[ \r\n]*")
 _PASSWORD = 1 << 13
 _FAR = 40
-"""Of vertical distances between a field and its label."""
+"""Weight of vertical distances between a field and its label."""
 _COMPOUND = re.compile(r"\w+(?:-\w+)+")
 _LAST_WORD = re.compile(r"[\w-]*$")
 _FIRST_WORD = re.compile(r"[\w-]*")
 _AND = ("and", "or", "und", "oder", "bzw", "sowie", "et", "ou", "y")
 """Words that join halves of a pair, as in `pre- and postwar`."""
 _LAYERS = (b"/OCProperties", b"/ObjStm")
-"""Of layers, and of a compressed catalog that may name layers."""
+"""Signs of layers, and of a compressed catalog that may name layers."""
 _LAYER_OFF = re.compile(rb"/OFF\s*\[\s*\d|/BaseState\s*/OFF")
 _SHOWING = (b"Tj", b"TJ", b"'", b'"', b"Do")
 """Operators that draw."""

@@ -63,11 +63,11 @@ class Prepared:
     num_documents: int
     num_read: int
     num_failed: int
-    """Tried without a document."""
+    """Files without a document."""
     num_unchanged: int
     num_waiting: int
     failures: list[Failure]
-    """By file, then of files that were left out or are gone."""
+    """Failures by file, then files that were left out or are gone."""
     counts: Mapping[str, int]
     """Sums of `COUNTS` of new documents."""
 

@@ -22,7 +22,7 @@ _DELETED = ("del", "moveFrom")
 _READ_THROUGH = ("oMathPara", "fldSimple", "dir", "bdo", "subDoc")
 """Elements that mammoth ignores with their content."""
 _OPERATORS = {"den": "/", "sup": "^", "sub": "_", "lim": "_", "deg": "^"}
-"""Before the parts of an equation on one line."""
+"""Signs before the parts of an equation on one line."""
 _OPERANDS = (
     "f",
     "sSub",
@@ -204,7 +204,7 @@ _REPLACED = (
     "annotation",
     "covered-table-cell",
 )
-"""Without text of the page, or with text in another form."""
+"""Elements without text of the page, or with text in another form."""
 _OFF = {("display", "none"), ("is-hidden", "true"), ("show", "0"), ("hidden", "1")}
 """Attributes of hidden elements or their styles."""
 

@@ -152,9 +152,8 @@ class ModelFacts:
     context_length: int
     """Tokens, with RoPE scaling."""
     ends: dict[str, tuple[int, ...]]
-    """By the place that names them, unknown ones included."""
+    """Tokens by the place that names them, unknown ones included."""
     asks: Asks
-    """From the generation config."""
 
     @property
     def num_layers(self) -> int:
@@ -163,7 +162,7 @@ class ModelFacts:
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of a sequence's recurrent states."""
+        """Return the bytes of recurrent states."""
         return sum(layer.state_bytes for layer in self.layers)
 
     @property

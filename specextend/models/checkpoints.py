@@ -294,14 +294,13 @@ _MTP_NORM = "model.norm.weight"
 
 class _MtpNames(NamedTuple):
     prefix: str
-    """Begins every name."""
     layer: str
     join: str
     embedding_norm: str
     hidden_norm: str
     norm: str
     copies: tuple[str, ...] = ()
-    """Of the target's embedding and LM head, which are used instead."""
+    """Copies of the target's embedding and LM head, which are not used."""
 
 
 def _mtp_names(num_layers: int) -> tuple[_MtpNames, ...]:

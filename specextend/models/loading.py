@@ -61,13 +61,13 @@ _TRIED_LAYERS = 4
 _WIDTH = 16
 """Numbers of a token in a layer's forward, in hidden sizes, for an MLP 3.5 times as wide."""
 _EXPERT_WIDTH = 4
-"""For each expert of a token: its input and output, weighted and in order."""
+"""Numbers for each expert of a token: its input and output, weighted and in order."""
 _RECURRENT_WIDTH = 32
-"""Of a recurrent layer, which copies its inputs in fp32."""
+"""Numbers of a recurrent layer, which copies its inputs in fp32."""
 _GRAPHS_OF_A_BATCH = 11
 """Captured functions for a batch size: three drafts, an absorption, verifications."""
 _MEAN_LOGITS = 0.2
-"""As a share of the largest step's."""
+"""Mean logits of a step as a share of the largest step's."""
 _CAPPED = 4
 """Copies of a key head's scores that attention with a softcap holds."""
 _SPARE = 1024
@@ -257,9 +257,9 @@ class CacheBytes(NamedTuple):
     """The bytes of the target's cache."""
 
     of_row: int
-    """In layers with rows for all tokens."""
+    """Bytes of a row in layers with rows for all tokens."""
     of_windows: int
-    """Of layers with a window."""
+    """Bytes of layers with a window."""
     of_states: int
 
 

@@ -41,7 +41,7 @@ CHECKPOINT_S = 120.0
 WARM_UP = 0.03
 """Share of steps with a rising learning rate."""
 STEP_WEIGHTS = (1.0, 0.8)
-"""Of the first and second drafted token."""
+"""Loss weights of the first and second drafted token."""
 PROMPT_SLOTS = 256
 """Slots that a step trains beside the answer's."""
 

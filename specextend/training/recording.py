@@ -85,7 +85,6 @@ class Text(NamedTuple):
     token_ids: Tensor
     """[T] int32"""
     instruction: Around | None = None
-    """None for the run's."""
 
 
 class Answer(NamedTuple):
