@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -228,16 +228,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return True if smaller work may succeed."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+    return _says(error, _OUT_OF_MEMORY)
 
 
 def is_device_error(error: BaseException) -> bool:
     """Return True if only a new process can use the device again."""
     if is_out_of_memory(error):
         return False
-    if isinstance(error, torch.AcceleratorError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE)
+    return isinstance(error, torch.AcceleratorError) or _says(error, _DEVICE)
+
+
+def _says(error: BaseException, texts: Sequence[str]) -> bool:
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 class Graphs:

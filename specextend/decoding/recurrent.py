@@ -131,7 +131,7 @@ class RecurrentLayer(nn.Module):
         num_pending = num_decided - past.length
         assert 0 <= num_pending <= len(past.inputs), "a recurrent layer missed tokens"
         if past.next_state is not None and num_pending == len(past.inputs):
-            self._keep(past, num_pending, _copy(past.next_state))
+            self._keep(past, num_pending, _changed(past.next_state, Tensor.clone))
         past.inputs = past.inputs[: num_decided - past.length]
         return past
 
@@ -144,10 +144,7 @@ class RecurrentLayer(nn.Module):
 
     def _state_of(self, b: int) -> State:
         fields = {name: getattr(self._cached, name) for name in _FIELDS}
-        return {
-            name: {n: v[b : b + 1] if isinstance(v, Tensor) else v for n, v in field.items()}
-            for name, field in fields.items()
-        }
+        return _changed(fields, lambda tensor: tensor[b : b + 1])
 
     def _put(self, states: Sequence[State]) -> None:
         """Copy states to the cache as a batch. An empty state becomes zeros."""
@@ -157,9 +154,9 @@ class RecurrentLayer(nn.Module):
             setattr(self._cached, name, {n: _batch(columns, n, known[n]) for n in known})
 
 
-def _copy(state: State) -> State:
+def _changed(state: State, change: Callable[[Tensor], Tensor]) -> State:
     return {
-        name: {n: v.clone() if isinstance(v, Tensor) else v for n, v in field.items()}
+        name: {n: change(v) if isinstance(v, Tensor) else v for n, v in field.items()}
         for name, field in state.items()
     }
 
