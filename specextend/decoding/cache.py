@@ -7,8 +7,6 @@ A draft's working cache holds the visible tokens at consecutive positions, so a 
 positions stays in range at 16K (arXiv 2505.20776, section 3). A head also keeps every committed
 token in a full cache, with keys rotated back to position 0. Yarn's attention scaling is part of the
 stored key.
-
-More shapes: `n` tokens.
 """
 
 from abc import ABC, abstractmethod
