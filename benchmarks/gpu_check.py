@@ -37,9 +37,16 @@ from specextend.decoding.device import (
 )
 from specextend.decoding.measurements import measure_limits
 from specextend.folders import code_commit
-from specextend.proof.kernel_checks import times_of
-from specextend.proof.prover import Proof, chosen, identity, prove
-from specextend.proof.subject import LayerShape, Subject, candidates_for
+from specextend.proof.child import times_of
+from specextend.proof.prover import (
+    LayerShape,
+    Proof,
+    Subject,
+    candidates_for,
+    chosen,
+    identity,
+    prove,
+)
 
 Found = dict[str, Any]
 LIMITS_S = {

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from specextend.attention import backends, tree_kernel
 from specextend.attention.backends import load_backend
 from specextend.attention.plain import MAX_MASKED, attend_reference, masked_rows
-from specextend.proof.subject import Kernels
+from specextend.proof.prover import Kernels
 from tests.attention.calls import attend_tree_slowly
 from tests.tiny_models import engine_with, tiny_config
 
@@ -120,7 +120,7 @@ def captured_engine(pair, draft, graphs, adaptive=None, *, any_head=True, prompt
         return backend_triton(any_head=any_head) if name == "triton" else attend_reference
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specextend.proof.subject.load_backend", load)
+        patch.setattr("specextend.proof.prover.load_backend", load)
         kernels = Kernels(prompts=prompts, steps="triton")
         return engine_with(config, kernels=kernels, graphs=graphs, adaptive=adaptive)
 

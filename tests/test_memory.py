@@ -25,7 +25,7 @@ from specextend.models.loading import (
     with_batch_size,
 )
 from specextend.models.pairing import check_pair
-from specextend.proof.subject import Kernels
+from specextend.proof.prover import Kernels
 from tests.alive import Live
 from tests.reference_outputs import tokens_of
 from tests.tiny_models import (

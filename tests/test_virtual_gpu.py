@@ -13,7 +13,7 @@ from specextend.decoding.device import Graphs
 from specextend.decoding.engine import Engine
 from specextend.drafters.ngram import NgramDrafter
 from specextend.models.causal_lm import load_tokenizer
-from specextend.proof.subject import Kernels
+from specextend.proof.prover import Kernels
 from specextend.proof.tiny_pair import TinyPair
 from tests.gpu.test_cuda_engine import SUBJECT
 from tests.recorded_graph import attend_on_device

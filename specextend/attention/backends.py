@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specextend.attention.correctness import what_is_wrong
-from specextend.attention.plain import LayerKernels, attend_reference
+from specextend.attention.plain import LayerKernels, attend_reference, what_is_wrong
 from specextend.attention.plan import Attend, KeySpan
 from specextend.attention.torch_kernels import (
     TORCH,

@@ -17,8 +17,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from specextend.attention.backends import compiled
-from specextend.attention.correctness import what_differs
-from specextend.attention.plain import LEAST_ROWS, HeadNorms, LayerKernels, attend_reference
+from specextend.attention.plain import (
+    LEAST_ROWS,
+    HeadNorms,
+    LayerKernels,
+    attend_reference,
+    what_differs,
+)
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.attention.torch_kernels import TORCH
 from specextend.decoding.device import multiplies_bf16, traits_of, warn_of_slow_bf16

@@ -49,9 +49,15 @@ from specextend.models.pairing import (
     how_trees_attend,
     load_drafter,
 )
-from specextend.proof.kernel_checks import times_of
-from specextend.proof.prover import Proof, load_proof
-from specextend.proof.subject import Kernels, LayerShape, Subject, candidates_for
+from specextend.proof.child import times_of
+from specextend.proof.prover import (
+    Kernels,
+    LayerShape,
+    Proof,
+    Subject,
+    candidates_for,
+    load_proof,
+)
 from specextend.proof.tiny_pair import random_model
 
 _log = logging.getLogger(__name__)

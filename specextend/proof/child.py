@@ -1,26 +1,209 @@
-"""The process that compares candidate kernels with plain torch, and writes each verdict at once."""
+"""The process that compares candidate kernels with plain torch, and writes each verdict at once.
+
+Attention is compared in all plans of a forward of a pair, after up to 16,000 tokens, then the
+functions of a layer. `tiny_pair.py` compares whole steps.
+"""
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from specextend.attention.backends import Trial
-from specextend.core import first_line
-from specextend.decoding.device import (
-    CudaCapture,
-    is_device_error,
-    make_current,
+from specextend.attention.backends import Trial, shortest_runs
+from specextend.attention.plain import (
+    MAX_QUERIES,
+    HeadNorms,
+    LayerKernels,
+    what_differs,
+    what_is_wrong,
 )
-from specextend.proof.kernel_checks import calls_of, wrong_attention, wrong_layer
-from specextend.proof.subject import TREES, Candidate, Kernels, Subject
+from specextend.attention.plan import Attend, KeySpan
+from specextend.attention.torch_kernels import PLANNED, TORCH
+from specextend.core import first_line
+from specextend.decoding.cache import aligned
+from specextend.decoding.device import CudaCapture, is_device_error, make_current, synchronise
+from specextend.decoding.layers import RoundedLinear, linear
+from specextend.decoding.quantized import Scheme
+from specextend.decoding.tree import tree_mask
+from specextend.proof.prover import LONGEST, TREES, Candidate, Kernels, LayerShape, Subject
 from specextend.proof.tiny_pair import make_requests, wrong_steps
 
+_BATCHES = ((LONGEST,), (63, 500, LONGEST, 0, 4_000))
+"""Tokens before the queries of each sequence."""
 _RUNS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The shape of a call of attention."""
+
+    kind: Literal["plain", "causal", "tree"]
+    num_queries: int
+    prefixes: tuple[int, ...]
+    """Rows before the masked rows [B]."""
+    num_earlier: int = 0
+    """Masked rows before the queries' rows, as in levels of a tree."""
+
+    @property
+    def num_masked(self) -> int:
+        """Rows after the prefix."""
+        return self.num_earlier + self.num_queries
+
+    def __str__(self) -> str:
+        return f"T = {self.num_queries} ({self.kind}) after {', '.join(map(str, self.prefixes))}"
+
+
+def step_calls(num_drafts: int, depth: int) -> Iterator[Call]:
+    """Yield calls of plain steps, trees, the last level of trees, and readings of a draft."""
+    for prefixes in _BATCHES:
+        for size in {1, num_drafts + 1, MAX_QUERIES}:
+            yield Call("tree" if size > 1 else "plain", size, prefixes)
+        yield Call("causal", depth + 1, prefixes)
+        yield Call("tree", num_drafts, prefixes, num_drafts * max(0, depth - 2))
+
+
+def prompt_calls(chunk: int) -> Iterator[Call]:
+    """Yield calls of prompt chunks, at planned and other lengths."""
+    for prefix in (0, 65, 4_000, LONGEST // PLANNED * PLANNED, LONGEST):
+        yield Call("causal", chunk, (prefix,))
+
+
+def calls_of(subject: Subject, field: str) -> Iterator[Call]:
+    """Yield the calls of attention in prompts or in steps."""
+    if field == "prompts":
+        return prompt_calls(subject.chunk)
+    return step_calls(subject.num_drafts, subject.depth)
+
+
+def wrong_attention(
+    attend: Attend, calls: Iterable[Call], shape: LayerShape, dtype: torch.dtype
+) -> str:
+    """Attend with NaN in unused cache rows; return an error message, if any."""
+    for call in calls:
+        if wrong := what_is_wrong(attend, *make_call(call, shape, dtype)):
+            return f"{wrong} at {call}"
+    return ""
+
+
+def make_call(
+    call: Call, shape: LayerShape, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, KeySpan, float]:
+    """Make queries [B, T, H, D], keys and values [K, R, D], span and scale of a call."""
+    torch.manual_seed(call.num_queries + sum(call.prefixes))
+    lengths = [prefix + call.num_masked for prefix in call.prefixes]
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + aligned(length))
+    cache = torch.full(
+        (2, shape.num_key_heads, starts.pop(), shape.head_dim), torch.nan, dtype=dtype
+    )
+    for start, length in zip(starts, lengths, strict=True):
+        cache[:, :, start : start + length].normal_()
+    q = torch.randn(len(starts), call.num_queries, shape.num_heads, shape.head_dim, dtype=dtype)
+    mask = None
+    if call.kind == "tree":  # any earlier node may be a node's parent
+        nodes = torch.arange(call.num_masked)
+        parents = (torch.rand(len(starts), call.num_masked) * nodes).long() - (nodes == 0).long()
+        mask = tree_mask(parents, call.num_masked)[:, call.num_earlier :]
+    span = KeySpan(starts, lengths, mask, call.kind == "causal")
+    return q, *cache, span, shape.head_dim**-0.5
+
+
+def wrong_layer(
+    kernels: LayerKernels,
+    num_rows: int,
+    shape: LayerShape,
+    dtype: torch.dtype,
+    *,
+    scheme: Scheme | None = None,
+) -> str:
+    """Run the functions of a layer on random rows; return an error message, if any.
+
+    With the schemes `fp8` and `int8`, products round their inputs.
+    """
+    results = partial(_layer_results, num_rows, shape, dtype)
+    exact = dict(results(TORCH, torch.float32))
+    for name, result in results(kernels, dtype):
+        if wrong := what_differs(name, result, exact[name]):
+            return f"{wrong} at R = {num_rows}"
+    if scheme == "int8":
+        return _wrong_integers(kernels, num_rows, shape)
+    return _wrong_rounding(kernels, num_rows, shape) if scheme == "fp8" else ""
+
+
+def _layer_results(
+    num_rows: int,
+    shape: LayerShape,
+    dtype: torch.dtype,
+    kernels: LayerKernels,
+    computed_in: torch.dtype,
+) -> Iterator[tuple[str, Tensor]]:
+    torch.manual_seed(num_rows)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size).to(dtype).to(computed_in)
+
+    weight = draw(shape.hidden_size)
+    rows = (num_rows, shape.hidden_size)
+    total, normed = kernels.add_norm(draw(*rows), draw(*rows), weight, 1e-5)
+    yield "the sum", total
+    yield "the norm", normed
+    yield "the norm without a sum", kernels.add_norm(draw(*rows), None, weight, 1e-5)[1]
+    yield "the gate", kernels.gate(draw(num_rows, 2 * shape.intermediate_size))
+    dim = shape.head_dim
+    norms = HeadNorms(draw(dim), draw(dim), 1e-5) if shape.has_norms else None
+    # its first heads belong to another layer and must stay
+    cache = draw(2, shape.num_key_heads + 1, 2 * num_rows, dim)
+    places = torch.randperm(2 * num_rows)[:num_rows]
+    qkv = draw(num_rows, shape.num_heads + 2 * shape.num_key_heads, dim)
+    angles = draw(num_rows, dim)
+    given = qkv, angles.cos(), angles.sin(), norms, *cache[:, 1:], places
+    yield "the query", kernels.rotate_heads(*given)
+    yield "the cache", cache
+
+
+def _wrong_rounding(kernels: LayerKernels, num_rows: int, shape: LayerShape) -> str:
+    fp8 = torch.float8_e4m3fn
+    x = torch.randn(num_rows, shape.intermediate_size).bfloat16()
+    weight = torch.randn(shape.hidden_size, shape.intermediate_size).to(fp8)
+    scale = torch.randn(shape.hidden_size, 1).exp()
+    layer: Any = SimpleNamespace(weight=SimpleNamespace(qdata=weight, scale=scale), bias=None)
+    per_row = x.float().abs().amax(1, keepdim=True) / torch.finfo(fp8).max
+    rounded = (x.float() / per_row).to(fp8).float() * per_row
+    exact = rounded @ (weight.float() * scale).T
+    return what_differs("the product in fp8", kernels.multiply(layer, x), exact)
+
+
+def _wrong_integers(kernels: LayerKernels, num_rows: int, shape: LayerShape) -> str:
+    weight = torch.randn(shape.hidden_size, shape.intermediate_size).bfloat16()
+    rounded = RoundedLinear(linear(weight), shape.intermediate_size)
+    x = torch.randn(num_rows, shape.intermediate_size).bfloat16()
+    return what_differs("the product in int8", kernels.multiply(rounded, x), rounded(x).float())
+
+
+@torch.inference_mode()
+def times_of(subject: Subject, kernels: Kernels) -> Iterator[str]:
+    """Yield lines with milliseconds of attention by kernels and by torch."""
+    device = torch.device(subject.device)
+    sides = {"ours": kernels.attend(device), "torch": Kernels().attend(device)}
+    for call in (*calls_of(subject, "prompts"), *calls_of(subject, "steps")):
+        with device:
+            given = make_call(call, subject.layers[0], getattr(torch, subject.dtype))
+        runs = {name: partial(_waited, device, each, *given) for name, each in sides.items()}
+        ms = {name: 1e3 * seconds for name, seconds in shortest_runs(runs, _RUNS).items()}
+        yield f"{ms['ours']:.3g} (torch {ms['torch']:.3g}) at {call}"
+
+
+def _waited(device: torch.device, run: Callable[..., object], *given: object) -> None:
+    run(*given)
+    synchronise(device)
 
 
 def judge(subject: Subject, kernels: Kernels, candidate: Candidate) -> Trial:

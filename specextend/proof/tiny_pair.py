@@ -17,8 +17,7 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import DraftTrees
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.small_lm import ModelNetwork
-from specextend.proof.kernel_checks import LONGEST
-from specextend.proof.subject import Kernels, Subject
+from specextend.proof.prover import LONGEST, Kernels, Subject
 
 _SHAPE: Values = {
     "model_type": "llama",

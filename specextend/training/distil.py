@@ -28,7 +28,7 @@ from specextend.models.causal_lm import load_tokenizer
 from specextend.models.loading import load_cached_target
 from specextend.models.model_files import VOCABULARY
 from specextend.models.pairing import check_pair
-from specextend.proof.subject import Kernels
+from specextend.proof.prover import Kernels
 from specextend.training.eagle_head import TRAINING, Task, frozen_weights, train_eagle
 from specextend.training.recording import (
     Answer,

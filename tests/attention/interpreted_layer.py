@@ -5,7 +5,7 @@ import torch
 
 from specextend.attention.layer_kernels import TRITON, multiply
 from specextend.decoding.layers import RoundedLinear, linear
-from specextend.proof.kernel_checks import wrong_layer
+from specextend.proof.child import wrong_layer
 from tests.attention.calls import assert_near
 from tests.attention.layer_calls import HEADS, draw, layer_shape, product_in_fp8
 from tests.covering import covering

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from specextend.proof.subject import LayerShape
+from specextend.proof.prover import LayerShape
 
 HEADS = [(2, 2), (9, 3), (14, 2), (32, 8)]
 

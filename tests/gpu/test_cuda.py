@@ -5,7 +5,7 @@ import torch
 
 from specextend.attention.torch_kernels import attend_cuda, attend_cudnn
 from specextend.decoding.sampling import gumbel_noise, noise_keys
-from specextend.proof.kernel_checks import wrong_layer
+from specextend.proof.child import wrong_layer
 from tests.attention.calls import assert_is_the_reference, assert_near, attend_tree_slowly, tree_call
 from tests.attention.layer_calls import HEADS, layer_shape, product_in_fp8
 from tests.covering import covering

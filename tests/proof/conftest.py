@@ -1,7 +1,7 @@
 """What proofs are about here."""
 
 from specextend.decoding.device import CPU
-from specextend.proof.subject import LayerShape, Subject
+from specextend.proof.prover import LayerShape, Subject
 
 SUBJECT = Subject(
     device="cpu",
