@@ -162,7 +162,7 @@ class FusedLayer(nn.Module):
 
 
 def joined_in_one_call(layers: Sequence[Any], scale: float) -> Any:
-    """Return a `compiled.calls.Decoder` of layers, or None where it takes them not."""
+    """Return a `compiled.calls.Decoder` of layers, or None if they do not suit it."""
     if not are_compiled(getattr(layer, name) for layer in layers for name in PRODUCTS):
         return None
     # blocks of gates and of gated outputs must align

@@ -84,7 +84,7 @@ def _about(key: ReadOnly) -> dict[str, Any]:
 
 
 def measure_undisturbed(measure: Callable[[], Any]) -> tuple[Any, bool]:
-    """Measure until the machine was quiet, for a second or two; return whether it was."""
+    """Measure until the machine is quiet, for a second or two; return result and whether it was."""
     started_at = time.perf_counter()
     while True:
         begin = time.perf_counter()
