@@ -1,8 +1,8 @@
 """The specification of attention in plain torch, and the definition of a correct kernel.
 
-A result may differ by a few roundings from the same in fp32. It is compared in pieces of 64
-elements, relative to their lengths: after 16,000 keys results are small, and so is the effect of a
-lost key. A log-sum-exp (LSE), always summed in fp32, may hardly differ.
+A result may differ by a few roundings from fp32. It is compared in pieces of 64 elements, relative
+to their lengths: after 16,000 keys results are small, and so is the effect of a lost key. A
+log-sum-exp (LSE), always summed in fp32, may hardly differ.
 
 More shapes: `P` compared queries.
 """

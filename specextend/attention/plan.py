@@ -48,7 +48,7 @@ class KeySpan:
     on_device: tuple[Tensor, Tensor] | None = None
     """First row [B, 1] and new rows [B, T], int64 on the device; None: only the host knows them."""
     window: int | None = None
-    """Most rows that a causal query sees; None: all. Only kernels on a CPU take it."""
+    """Most rows that a causal query sees, on a CPU; None: all."""
     made: dict[Hashable, Tensor] = field(default_factory=dict)
     """Tensors that a kernel derives once per forward, for all layers."""
 
@@ -79,7 +79,7 @@ class KeySpan:
 
 
 def causal_mask(num_queries: int, num_keys: int, window: int | None = None) -> Tensor:
-    """Return the keys [T, S] that causal queries see, the last of them all or a window's width."""
+    """Return the keys [T, S] that causal queries see."""
     seen = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
     return seen if window is None else seen.triu(num_keys - num_queries - window + 1)
 
@@ -105,7 +105,7 @@ is finite.
 class AttentionPlan:
     """A forward pass of `T` new rows after the cached rows of each sequence.
 
-    The new rows are the last T of `lengths`. They are written before attention.
+    The new rows are the last T of `lengths`, written before attention.
     """
 
     starts: list[int]
@@ -151,7 +151,7 @@ class AttentionPlan:
     def spans_within(self, window: int, *, is_cpu: bool = False) -> tuple[KeySpan, ...]:
         """Return spans of the last `window` rows of each query, at consecutive positions.
 
-        Kernels on a CPU take the window of a causal span, others masks.
+        On a CPU, kernels take the window of a causal span.
         """
         starts = self.starts if self.recent_starts is None else self.recent_starts
         if max(self.lengths) <= window and starts is self.starts:

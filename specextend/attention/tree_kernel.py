@@ -276,7 +276,7 @@ def serves(q: Tensor, span: KeySpan) -> bool:
 def attend_triton(
     q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend by a single call of the kernel. Places and mask are made once per forward."""
+    """Attend by a single call. Places and mask are made once per forward."""
     starts, lengths = span.places(q.device)
     visible, num_masked = masked_rows(span, q)
     num_splits = _num_splits(q.shape, len(k), q.dtype, q.device)

@@ -133,7 +133,7 @@ class RecentRows:
         self.shift = upload(shift[:, None], device)
 
     def settle(self, start: int, length: int) -> None:
-        """Give a sequence rows for its output, and copy the end of its prompt of `length`."""
+        """Give a sequence rows for its output, and copy the end of its prompt."""
         taken = self._rows.starts
         self._slots = {row: slot for row, slot in self._slots.items() if row in taken}
         first = max(self._first, length - self.sizes.window)

@@ -122,7 +122,7 @@ def processor_name(cpuinfo: str) -> str:
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Return the memory of a GPU, or None for a CPU.
+    """Return a GPU's memory, or None for a CPU.
 
     A context would lock out other processes in the mode `exclusive process`, so none is made.
     """

@@ -131,7 +131,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Measure memory bandwidth and matrix rate with all of torch's threads, in a few seconds.
+    """Measure memory bandwidth and matrix rate with all threads, in a few seconds.
 
     The best of several sums of a large tensor, and of products, count.
     """
@@ -228,7 +228,7 @@ def measure(
 def time_step(
     target: CachedModel, kind: TreeAttention, size: int, length: int, graphs: Graphs, batch: int = 1
 ) -> float:
-    """Time the verification of chains with `size` rows in all, each after `length` rows.
+    """Time the verification of chains of `size` rows in all, each after `length` rows.
 
     A single row is a plain step.
     """

@@ -196,7 +196,7 @@ def _likeliest(scaled: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _nucleus_size(probs: Tensor, top_p: float) -> Tensor:
-    """Return the length [..., 1] of the shortest prefix of `probs` [..., K] with a sum of top_p.
+    """Return the length [..., 1] of the shortest prefix of `probs` [..., K] that sums to top_p.
 
     `probs` are descending. The length is K if their sum is too small.
     """

@@ -36,7 +36,7 @@ class AttentionLayer:
     head_dim: int = 0
     """Size of a key, or of a wider value."""
     window: int | None = None
-    """Most visible tokens, itself included; None: all earlier tokens."""
+    """Most visible tokens, itself included; None: all."""
     scale: float = 1.0
     has_softcap: bool = False
     """Whether scores have a limit, computed in plain torch."""
@@ -296,7 +296,7 @@ def _modules_with_states(config: Any, decoder: Any) -> dict[int, tuple[str, int]
 
 
 def _new_states(config: Any) -> Any:
-    """Make a cache of transformers for recurrent states, without keys and values."""
+    """Make a cache of transformers for recurrent states only."""
     from transformers import DynamicCache
 
     class States(DynamicCache):

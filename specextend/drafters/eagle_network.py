@@ -352,7 +352,7 @@ class EagleNetwork:
         return self._lm_head(hidden if self._head.norm_output else self._norm("norm", hidden))
 
     def _embedded(self, token_ids: Tensor, history: Tensor | None) -> Tensor:
-        """Embed token_ids [...] as [..., C], or with three earlier tokens as [..., 4C]."""
+        """Embed token_ids as [..., C], or with three earlier tokens as [..., 4C]."""
         if history is None:
             return self._norm("embedding_norm", self._embedding[token_ids])
         tokens = torch.cat([token_ids.unsqueeze(-1), history], -1)
@@ -408,7 +408,7 @@ class EagleNetwork:
         )
 
     def _project(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys side by side [..., H + K, D], and values [..., K, D]."""
+        """Return queries and keys [..., H + K, D], and values [..., K, D]."""
         head = self._head
         projected = self._linears["qkv"](inputs).unflatten(-1, (-1, head.head_dim))
         turning, values = projected.tensor_split([head.num_heads + head.num_kv_heads], -2)

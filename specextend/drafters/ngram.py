@@ -273,7 +273,7 @@ class NgramDrafter(Drafter):
         """End of the last proposal; None after a prompt or a plain step."""
 
     def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Reserve room for a sequence, and for a batch's padding; return False without room."""
+        """Reserve room for a sequence and a batch's padding; return False without room."""
         num_new = max_new_tokens + self._options.ngram_depth
         if not self._draft.admit(slot, num_prompt_tokens, num_new):
             return False
@@ -301,7 +301,7 @@ class NgramDrafter(Drafter):
     def glance(
         self, slots: Sequence[int], num_drafts: int, least_probability: float
     ) -> DraftTrees | None:
-        """Propose n-gram drafts without the other draft."""
+        """Propose n-gram drafts."""
         if not self._has_proposed:
             self._ended_at = None
         self._has_proposed = False

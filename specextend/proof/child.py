@@ -1,7 +1,7 @@
 """The process that compares candidate kernels with plain torch, and writes each verdict at once.
 
-Attention is compared in all plans of a forward of a pair, after up to 16,000 tokens, then the
-functions of a layer. `tiny_pair.py` compares whole steps.
+Attention is compared in all plans of a forward, after up to 16,000 tokens, then a layer's
+functions. `tiny_pair.py` compares whole steps.
 """
 
 import json

@@ -56,7 +56,7 @@ class Kernels:
     graphs: bool = False
 
     def attend(self, device: torch.device) -> Attend:
-        """Return the attention backend. Raises ValueError if it cannot run on the device."""
+        """Return the attention backend. Raises ValueError if it cannot run there."""
         prompts: Attend
         steps: Attend
         prompts, steps = (_named(each, load_backend, device) for each in (self.prompts, self.steps))
@@ -74,7 +74,7 @@ class Kernels:
         return chosen
 
     def of_layers(self, device: torch.device) -> LayerKernels:
-        """Return the kernels of layers. Raises ValueError if they cannot run on the device."""
+        """Return the kernels of layers. Raises ValueError if they cannot run there."""
         found: LayerKernels = _named(self.layers, load_layer_kernels, device)
         return found
 
@@ -108,9 +108,7 @@ GRAPHS = Candidate(name="captured steps", field="graphs", value=True)
 
 
 def candidates_for(capability: tuple[int, int] | None) -> tuple[Candidate, ...]:
-    """Return the candidates of a compute capability; captured steps run all others and come
-    last.
-    """
+    """Return the candidates of a compute capability; captured steps run the others."""
     if capability is None or capability < AMPERE:
         return ()
     return (TREES, LAYERS, FLASH if capability < _HOPPER else CUDNN, GRAPHS)

@@ -138,7 +138,7 @@ def empty_rows(x: Tensor, num_rows: int, width: int) -> Tensor:
 
 
 def _place(record: Any, *names: str) -> int:
-    """Return the index of a field among the 64-bit numbers of a record."""
+    """Return a field's index among the 64-bit numbers of a record."""
     offset = 0
     for name in names:
         record, start = record.fields[name][:2]
@@ -205,7 +205,7 @@ def _run_phases(call: Any, layers: Any, first: int, end: int) -> None:
 def _working_memory(
     num_rows: int, num_layers: int = 1, num_levels: int = 0
 ) -> tuple[Tensor, Tensor, int]:
-    """Return counters, memory of the workers, and the shares of a phase's items."""
+    """Return counters, workers' memory, and shares of a phase's items."""
     num_phases = phases.NUM_KINDS + (num_layers - 1) * phases.NUM_OF_LAYER
     num_counters = 1 + 2 * num_phases * (1 + num_levels)
     counters = torch.zeros(num_counters, phases.LINE // 8, dtype=torch.int64)
@@ -437,7 +437,7 @@ class Head:
 
 
 def _scratch(num_rows: int, num_best: int) -> dict[str, Tensor]:
-    """Return memory for a tree's rows while it grows, by field of the record."""
+    """Return memory for a growing tree's rows, by field of the record."""
     whole = partial(torch.zeros, num_rows, dtype=torch.int64)
     return {
         "tree_rows": whole(8),
@@ -449,7 +449,7 @@ def _scratch(num_rows: int, num_best: int) -> dict[str, Tensor]:
 
 
 def _roots(token_ids: Tensor, width: int, most_pooled: int) -> Tensor:
-    """Return pools [B, P, 6] with only roots [B], each the last of `width` rows."""
+    """Return pools [B, P, 6] with only roots [B]."""
     batch = len(token_ids)
     pool = torch.zeros(batch, most_pooled, 6, dtype=torch.int64)
     pool[:, 0, phases.TOKEN] = token_ids

@@ -52,7 +52,7 @@ class KernelCall(NamedTuple):
     """M; 0 without a mask."""
     causal: int
     window: int
-    """Most keys that a row sees of a causal call; 0 for all."""
+    """Most keys that a row of a causal call sees; 0: all."""
     num_sequences: int
     num_queries: int
     num_key_heads: int
@@ -185,7 +185,7 @@ def hide(call, item, scores, block, row, num_rows, seen):
 
 @numba.njit
 def takes_values_as_they_are(element, item, block):
-    """Return True if a block's values are used once, so laying them out does not pay."""
+    """Return True if a block's values are used once: laying them out does not pay."""
     return (
         blocks.is_widened(element) != 0
         and item.num_rows <= blocks.tile_rows(element)
