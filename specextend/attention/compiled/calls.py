@@ -137,13 +137,10 @@ def empty_rows(x: Tensor, num_rows: int, width: int) -> Tensor:
     return x.new_empty(-(-num_rows // tiles.ROWS) * tiles.ROWS, width)[:num_rows]
 
 
-def _place(record: Any, *names: str) -> int:
-    """Return a field's index among the 64-bit numbers of a record."""
-    offset = 0
-    for name in names:
-        record, start = record.fields[name][:2]
-        offset += start
-    return offset // 8
+def _places(record: Any, group: str, *names: str) -> Any:
+    """Return the indices of fields among the 64-bit numbers of a record."""
+    fields, start = record.fields[group][:2]
+    return np.array([start + fields.fields[name][1] for name in names]) // 8
 
 
 class Linear:
@@ -152,13 +149,10 @@ class Linear:
     It is copied as numbers: numpy copies records by field, which takes as long as a small product.
     """
 
-    _CALL = phases.LAYER.itemsize // 8
-    _LAYERS, _NUM_ROWS, _WORKSPACE, _COUNTERS, _NUM_SHARES = (
-        phases.LAYER.itemsize // 8 + _place(phases.RECORD, "own", name)
-        for name in ("layers", "num_rows", "workspace", "counters", "num_shares")
-    )
-    _X, _OUT, _ROUNDED = (
-        _place(phases.LAYER, "down_proj", name) for name in ("x", "out", "rounded")
+    _CALL = phases.LAYER.itemsize
+    _OF_PRODUCT = _places(phases.LAYER, "down_proj", "x", "out", "rounded")
+    _OF_CALL = _CALL // 8 + _places(
+        phases.RECORD, "own", "layers", "num_rows", "counters", "workspace", "num_shares"
     )
 
     def __init__(self, product: Any):
@@ -181,15 +175,10 @@ class Linear:
         counters, workspace, num_shares = _working_memory(num_rows)
         numbers = self._numbers.copy()
         address: int = numbers.ctypes.data
-        numbers[self._X] = given.data_ptr()
-        numbers[self._OUT] = out.data_ptr()
-        numbers[self._ROUNDED] = rounded.data_ptr()
-        numbers[self._LAYERS] = address
-        numbers[self._NUM_ROWS] = num_rows
-        numbers[self._COUNTERS] = counters.data_ptr()
-        numbers[self._WORKSPACE] = workspace.data_ptr()
-        numbers[self._NUM_SHARES] = num_shares
-        _run_on_all(phases.kernel(), address + 8 * self._CALL)
+        numbers[self._OF_PRODUCT] = [each.data_ptr() for each in (given, out, rounded)]
+        memory = counters.data_ptr(), workspace.data_ptr()
+        numbers[self._OF_CALL] = address, num_rows, *memory, num_shares
+        _run_on_all(phases.kernel(), address + self._CALL)
         return out
 
 
