@@ -27,24 +27,23 @@ _ARROW = {
     "integer": pa.int64(),
     "boolean": pa.bool_(),
 }
-"""Column types of scalar values by their names in JSON Schema."""
+"""Column types by JSON Schema type."""
 RULES = ("first", "union", "majority")
 """Rules of `merge_answers`."""
 _NOTES = {"title", "description", "default", "examples", "merge", "type"}
-"""Keywords that exclude no value of an `enum` (`type` if all values have it)."""
+"""Keywords that exclude no value of an `enum`."""
 _LIMITING = {
     "properties", "required", "additionalProperties", "items", "prefixItems", "minItems",
     "maxItems", "uniqueItems", "minLength", "maxLength", "pattern", "minimum", "maximum",
     "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "anyOf", "oneOf", "allOf",
     "patternProperties",
 }  # fmt: skip
-"""Keywords that are suggested for misspelt keywords."""
+"""Keywords suggested for misspelt keywords."""
 _ALIKE = 0.85
 _LONG_TOKEN = 16
-"""Characters of a long token, for the shortest answer."""
 _LIMITS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minimum", "maximum"))
 _EXACT = 1 << 53
-"""Largest integer that every program reads exactly; a range also prevents endless digits."""
+"""Largest integer that every program reads exactly. The range also prevents endless digits."""
 _PASSED_OVER = {
     "nullable": 'write type: [TYPE, "null"]',
     "x-nullable": 'write type: [TYPE, "null"]',
@@ -154,7 +153,7 @@ def _shown(values: Iterable[Any]) -> tuple[str, ...]:
 
 
 def _values(field: Any, whole: ReadOnly) -> list[Any]:
-    """Return the distinct values of a field; [] if they are unknown."""
+    """Return the distinct values of a field; [] if unknown."""
     others = {*field} - _NOTES if isinstance(field, Mapping) else set()
     match field:
         case {"$ref": str(place)}:
@@ -199,7 +198,7 @@ def answer_fields(schema: str | None) -> list[pa.Field]:
 
 
 def answer_columns(schema: str | None, texts: pa.ChunkedArray) -> list[pa.Array]:
-    """Return columns in the order of `answer_fields`; null for texts that are no answers."""
+    """Return the columns of `answer_fields`; null for texts that are no answers."""
     fields = answer_fields(schema)
     answers = [_parsed(text) or {} for text in texts.to_pylist()] if fields else []
     return [_column([answer.get(field.name) for answer in answers], field.type) for field in fields]
@@ -221,8 +220,8 @@ def has_rules(schema: str | None) -> bool:
 def merge_answers(schema: str, texts: Sequence[str]) -> str:
     """Merge the answers to the parts of a document into one JSON text.
 
-    `first` (the default) takes the first value that is neither null nor empty. `majority` takes the
-    most frequent such value. `union` makes a list of all distinct values.
+    `first` (the default) takes the first value that is neither null nor empty, `majority` the most
+    frequent. `union` lists all distinct values.
     """
     answers = [read_json(text, parse_float=_number) for text in texts]
     merged = {}
@@ -270,7 +269,6 @@ def _shortest_of_kind(field: Any, whole: ReadOnly) -> Any:
 
 
 def _kinds(field: Any, whole: ReadOnly) -> list[Any]:
-    """Return the alternatives of a field, with one type each and references resolved."""
     match field:
         case {"type": "object"} if _properties(field):
             return [field]
@@ -292,7 +290,6 @@ def whole_answer(text: str) -> str | None:
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
-    """Return values as a column; null for values that it cannot hold exactly."""
     try:
         return pa.array([_fitted(value, kind) for value in values], kind)
     except (ValueError, TypeError, OverflowError):
@@ -310,7 +307,6 @@ def _parsed(text: str | None) -> Values | None:
 
 
 def _number(digits: str) -> float | Decimal:
-    """Return a float if it keeps all digits, or else a Decimal. Raises ValueError."""
     number = float(digits)
     try:
         exact = Decimal(digits)
@@ -320,7 +316,6 @@ def _number(digits: str) -> float | Decimal:
 
 
 def _fitted(value: Any, kind: pa.DataType) -> Any:
-    """Convert integers for float columns. Raises ValueError if digits would be lost."""
     if pa.types.is_list(kind) and isinstance(value, list):
         return [_fitted(each, kind.value_type) for each in value]
     if pa.types.is_struct(kind) and isinstance(value, dict):
@@ -334,7 +329,6 @@ def _fitted(value: Any, kind: pa.DataType) -> Any:
 
 
 def _read(given: str) -> Values:
-    """Read a schema from JSON text or a file. Raises ValueError."""
     is_text = given.startswith('{"')
     where = "output.schema" if is_text else f"output.schema {given}"
     try:
@@ -364,7 +358,6 @@ def _properties(schema: ReadOnly) -> ReadOnly:
 
 
 def _field(name: str, kind: Any) -> ReadOnly:
-    """Return the JSON Schema of a short type. Raises ValueError."""
     match kind:
         case {} if (_LIMITING | _NOTES | {"enum", "const", "$ref"}) & {*kind} or not any(
             isinstance(each, str | list) for each in kind.values()
@@ -395,7 +388,6 @@ def _words(kind: str) -> list[str]:
 
 
 def _bounded(schema: Any) -> Any:
-    """Close the objects of a schema, and bound its integers."""
     if isinstance(schema, list):
         return [_bounded(each) for each in schema]
     if isinstance(schema, Decimal | int | float) and not _is_exact(schema):
@@ -419,7 +411,6 @@ def _is_exact(number: Decimal | int | float) -> bool:
 
 
 def _arrow(name: str, schema: Any, whole: ReadOnly, within: tuple[str, ...] = ()) -> pa.DataType:
-    """Return the column type of a field, below references `within`. Raises ValueError."""
     match schema:
         case {"$ref": str(place)}:
             if place in within:
@@ -471,7 +462,6 @@ def _arrow(name: str, schema: Any, whole: ReadOnly, within: tuple[str, ...] = ()
 
 
 def _check_keywords(name: str, field: Any) -> None:
-    """Raise ValueError for misspelt and ignored keywords, and for empty ranges."""
     if isinstance(field, list):
         for each in field:
             _check_keywords(name, each)
@@ -527,7 +517,6 @@ def _kind(value: Any) -> str:
 
 
 def _at(place: str, whole: ReadOnly) -> Any:
-    """Return the target of a reference such as `#/$defs/date`; None if missing."""
     found: Any = whole
     for key in place.removeprefix("#").split("/")[1:]:
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -535,7 +524,6 @@ def _at(place: str, whole: ReadOnly) -> Any:
 
 
 def _check(what: str, schema: ReadOnly) -> None:
-    """Raise ValueError for a schema that the library does not support."""
     from llguidance import LLMatcher
 
     is_wrong, said = LLMatcher.validate_grammar_with_warnings(

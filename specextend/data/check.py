@@ -58,11 +58,7 @@ _INTEGER = re.compile(r"-?[0-9]{1,9}")
 
 
 def ask(location: Location, name: str) -> fs.FileInfo:
-    """Return the info of a file, called `name` in messages.
-
-    Raises:
-        InputUnreachableError: The store does not answer.
-    """
+    """Return the info of a file. Raises InputUnreachableError if the store does not answer."""
     try:
         return location.info
     except OSError as error:
@@ -107,7 +103,7 @@ def check_input(
 
 
 def _check_case(name: str, kind: pa.DataType) -> None:
-    """Raise InputError if nested fields differ only in case, which SQL cannot tell apart."""
+    """Raise InputError for nested fields that differ only in case, which SQL cannot tell apart."""
     seen: dict[str, str] = {}
     for each in map(kind.field, range(kind.num_fields)):
         key = each.name.lower()
@@ -123,9 +119,7 @@ def _check_case(name: str, kind: pa.DataType) -> None:
 def _check_file(
     root: Location, reader: RowReader, numbered: tuple[int, str, int]
 ) -> tuple[InputFile, pa.Schema] | str:
-    """Check a file, given its number, path and size. Return it with its schema, or else the
-    problem.
-    """
+    """Return a file with its schema, or else the problem."""
     options = reader.options
     number, name, size = numbered
     location = root.child(name)
@@ -165,7 +159,6 @@ def _check_file(
 
 
 def _group_rows(metadata: pq.FileMetaData) -> tuple[int, ...]:
-    """Return the rows of each row group. Raises ArrowInvalid if the counts are inconsistent."""
     rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     if sum(rows) != metadata.num_rows or min(rows, default=0) < 0:
         raise pa.ArrowInvalid(
@@ -176,14 +169,14 @@ def _group_rows(metadata: pq.FileMetaData) -> tuple[int, ...]:
 
 
 def footer_sha256(file: pa.NativeFile) -> str:
-    """Return the SHA-256 of a Parquet footer: schema, row groups, places of the data."""
+    """Return the SHA-256 of a Parquet footer."""
     size = file.size()
     length = int.from_bytes(file.read_at(8, size - 8)[:4], "little") + 8
     return hashlib.sha256(file.read_at(length, size - length)).hexdigest()
 
 
 def check_names(options: InputOptions, output: OutputOptions) -> None:
-    """Raise InputError if two result columns would have the same name."""
+    """Raise InputError for two result columns with the same name."""
     fields = [field.name for field in answer_fields(output.json_schema)]
     passthrough = options.copied_columns
     columns = TextColumns(
@@ -219,7 +212,7 @@ def check_names(options: InputOptions, output: OutputOptions) -> None:
 
 
 def check_task_columns(passthrough: Collection[str], columns: TextColumns) -> None:
-    """Raise InputError if tasks or passthrough columns would share a column name."""
+    """Raise InputError if tasks or passthrough columns share a column name."""
     names = [field.name.lower() for field in summary_fields(columns)] if columns.others else []
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(
@@ -238,7 +231,6 @@ _OF_INPUT = {
     "reference_column": (is_text, "a string column"),
     "instruction_column": (is_text, "a string column"),
 }
-"""Allowed types of each option's column, with their description."""
 
 
 def check_columns(
@@ -276,7 +268,6 @@ def check_columns(
 
 
 def _field(file: str, schema: pa.Schema, column: str, option: str) -> pa.Field:
-    """Return the field of a column. Raises InputError unless exactly one exists."""
     found = schema.get_all_field_indices(column)
     if not found:
         raise _no_column(file, schema, column, option)
@@ -296,7 +287,6 @@ def _no_column(file: str, schema: pa.Schema, column: str, option: str) -> InputE
 
 
 def _check_fields(what: str, kind: pa.DataType, names: Iterable[str]) -> None:
-    """Raise InputError unless the nested struct fields `names` exist."""
     for name in names:
         if not pa.types.is_struct(kind) or hasattr(dict, name):
             return
@@ -314,8 +304,7 @@ def _joint_type(
 ) -> pa.DataType:
     """Return a type for a column's values in all files.
 
-    Files without the column, or without values in it, take the type of the others. Raises
-    InputError if there is no common type, or no file has the column.
+    Files without the column, or without values in it, take the type of the others.
     """
     own = {
         name: schema.field(column).type
@@ -372,8 +361,8 @@ def partition_types(relative_paths: Iterable[str]) -> dict[str, pa.DataType]:
 
 
 def partition_column(relative_path: str, column: str, kind: pa.DataType, num_rows: int) -> pa.Array:
-    """Return a path's value of a column for each row, or nulls. Raises ArrowException for a value
-    of another type.
+    """Return a path's value of a column for each row, or nulls. Raises ArrowException for another
+    type.
     """
     value = partition_values(relative_path).get(column)
     if value is None:
@@ -409,10 +398,9 @@ def repartition(path: str, output: str) -> int:
 
 SAMPLE_ROWS = 200
 _MOST_FILES = 8
-"""Number of files with compared columns."""
 _ID_CHARACTERS = 64
 _ID_ROWS = 10
-"""Limits for a column that counts as an id without being named so: mean characters, fewest rows."""
+"""Limits for an id column that is not named as one: mean characters, fewest rows."""
 _TEXT_NAMES = re.compile(
     r"((full|raw|plain)_?)?(text|content|body|document|doc|article|report|html|page|passage|transcript|story)s?",
     re.I,
@@ -431,7 +419,7 @@ class Guess(NamedTuple):
     why_id: str
     others: tuple[str, ...]
     differs: str
-    """Difference between the columns of two files in one line; empty if there is none."""
+    """Difference between the columns of two files; empty if there is none."""
     skipped: str
     """Number of ignored files by extension; empty without any."""
 
@@ -470,7 +458,6 @@ def guess_columns(path: str) -> Guess:
 
 
 def _guess_text(name: str, columns: dict[str, pa.ChunkedArray], lengths: dict[str, float]) -> str:
-    """Return the column with the longest texts. Raises InputError unless it holds strings."""
     text = max(lengths, key=lengths.__getitem__, default="")
     if not lengths.get(text):
         raise InputError(f"{name} has no column of texts; it has {', '.join(lengths)}")
@@ -490,7 +477,6 @@ def _guess_text(name: str, columns: dict[str, pa.ChunkedArray], lengths: dict[st
 def _guess_id(
     columns: dict[str, pa.ChunkedArray], lengths: dict[str, float], rows: str
 ) -> tuple[str | None, str]:
-    """Choose an id among the unique columns. Return it with the reason."""
     values = {
         # Text as bytes, because it may not be UTF-8.
         column: (each.cast("large_binary") if is_text(each.type) else plain_text(each)).to_pylist()
@@ -516,14 +502,12 @@ def _guess_id(
 
 
 def _first_rows(parquet: pq.ParquetFile) -> pa.Table:
-    """Return the first rows of a file, or fewer large rows."""
     schema = parquet.schema_arrow
     tables = gathered(stream(parquet, schema.names))
     return next(tables, schema.empty_table()).slice(0, SAMPLE_ROWS)
 
 
 def _difference(listing: Listing, schema: pa.Schema) -> str:
-    """Describe the first file with other columns; empty if there is none."""
     first = {*zip(schema.names, schema.types, strict=True)}
     for name, size in [*listing.sizes.items()][1:_MOST_FILES]:
         found: pa.Schema = read_file(

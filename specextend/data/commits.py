@@ -39,7 +39,6 @@ _WORK_COLUMNS = (
     "num_first_accepted",
     *PHASES,
 )
-"""Columns for speed, work and acceptance."""
 _NAME_OF = b"specextend.commit"
 
 
@@ -54,13 +53,13 @@ class StrangeCommitError(ValueError):
 class CommitWriter:
     """Writes commits to `_run/parts/part-<run id>-<seq>.parquet`.
 
-    An output folder has a single writer, the holder of its lock. `seq` grows over all starts, so
-    commits are ordered by (seq, run id).
+    An output folder has one writer, the holder of its lock. `seq` grows over all starts and orders
+    the commits.
 
     Args:
         run_id: 8 hexadecimal digits.
-        fingerprint: Fingerprint of the run, stored in each commit.
-        origin: Provenance of the rows, stored in each commit.
+        fingerprint: Fingerprint of the run.
+        origin: Provenance of the rows.
     """
 
     def __init__(self, output: Location, run_id: str, fingerprint: str = "", origin: bytes = b""):
@@ -99,7 +98,7 @@ def read_commit(
     """Read columns of a commit with the types of COMMIT_SCHEMA.
 
     Args:
-        fingerprint: Fingerprint that the commit should have; empty for any.
+        fingerprint: Expected fingerprint; empty for any.
         num_bytes: Size in the listing. Only large commits are read by column.
 
     Raises:
@@ -151,7 +150,6 @@ def commit_order(name: str) -> tuple[int, str]:
 MOST_BYTES = 64 << 20
 """Stored bytes of commits that are read ahead; they take a few times as much memory."""
 _MOST_ROWS = 1 << 32
-"""Limit for row numbers, above any input file."""
 _ERROR_COLUMNS = {*KEY_COLUMNS, *ERROR_SCHEMA.names, "tasks"}
 OPEN = 0
 FAILED = 1
@@ -179,7 +177,7 @@ class KeptTasks:
         self._places: dict[DocumentKey, tuple[pa.Table, int]] = {}
 
     def add(self, rows: pa.Table) -> None:
-        """Add rows with their keys."""
+        """Add rows."""
         own = rows.select(["tasks", *OF_DOCUMENT])
         for place, key in enumerate(_keys(rows)):
             self._places[key] = own, place
@@ -283,8 +281,8 @@ def read_results(
     """Yield the valid results, each table from one commit and with one state.
 
     Done beats partly done, which beats error; later beats earlier. Done rows come first, latest
-    commits first, then the others in commit order. Each commit is read once. Memory holds
-    MOST_BYTES of commits, rows with failed tasks, error rows, and a byte per input row.
+    commits first, then the others in commit order. Memory holds MOST_BYTES of commits, rows with
+    failed tasks, error rows, and a byte per input row.
 
     Args:
         columns: Columns to read, including KEY_COLUMNS.
@@ -333,7 +331,6 @@ class Settled:
 
     def __init__(self) -> None:
         self._states: dict[int, NDArray[np.uint8]] = {}
-        """States of each file, possibly with spare room."""
 
     def settle(self, table: pa.Table) -> tuple[Ints, Ints, Ints]:
         """Add a commit and return its valid rows so far: done, partly done, failed."""

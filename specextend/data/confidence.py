@@ -26,7 +26,7 @@ def confidence_of(
     Args:
         completion: Output with log probabilities, or with scored choices.
         answer: Its text without reasoning.
-        is_object: Whether the answer is a JSON object with an entry per field.
+        is_object: Whether the answer is a JSON object.
         decode: Decodes the first tokens of an output.
     """
     if completion.scored and not completion.log_probs:
@@ -73,8 +73,6 @@ def confidence_column(schema: str | None, entries: pa.ChunkedArray) -> pa.Chunke
 
 
 class _Ends:
-    """End characters of the tokens of an output."""
-
     def __init__(self, token_ids: Sequence[int], decode: Callable[[list[int]], str]):
         self._token_ids = list(token_ids)
         self._decode = decode
@@ -88,7 +86,7 @@ class _Ends:
         return self._known[number]
 
     def within(self, begin: int, end: int) -> range:
-        """Return the indices of tokens that overlap characters `begin` to `end`."""
+        """Return the tokens that overlap characters `begin` to `end`."""
         if begin == end:
             return range(0)
         numbers = range(len(self._token_ids) + 1)

@@ -25,7 +25,7 @@ _LOCK = (
 
 
 def connect(memory_limit: str, temp_directory: str = "") -> duckdb.DuckDBPyConnection:
-    """Open a database in memory without extensions and files, except temporary ones."""
+    """Open a database in memory that can open no extensions and only temporary files."""
     limits = {"memory_limit": memory_limit, "temp_directory": temp_directory, "threads": "1"}
     connection = duckdb.connect(config={**limits, "python_enable_replacements": "false"})
     connection.execute(_LOCK)
@@ -101,7 +101,6 @@ SELECT tree->>'error_message' AS error,
     list_sort(list_distinct(json_extract_string(tree, '$..column_names[0]'))) AS columns
 FROM parsed
 """
-"""Splits a statement into its parts by kind."""
 _KINDS = {
     "BETWEEN", "CASE", "CAST", "COLLATE", "COLUMN_REF", "COMPARISON", "CONJUNCTION", "CONSTANT",
     "FUNCTION", "OPERATOR", "TYPE",
@@ -126,7 +125,7 @@ list_first list_has list_has_all list_has_any list_last list_max list_min list_p
 list_sum list_unique list_value map_contains map_extract map_extract_value map_keys map_values row
 struct_extract struct_pack if nullif
 """
-"""Deterministic functions of one row with small results: the memory limit does not cover values in
+"""Deterministic functions with small results: the memory limit does not cover values in
 comparisons.
 """
 _SCALARS = """
@@ -165,7 +164,6 @@ def filter_columns(text: str, option: str = "input.filter") -> tuple[str, ...]:
 
 
 def _refused(kinds: list[str], functions: list[str], types: list[str]) -> str | None:
-    """Return the first part of a statement that is not allowed, such as a subquery."""
     for kind in kinds:
         if kind not in _KINDS:
             return f"{kind.lower()} is not allowed"

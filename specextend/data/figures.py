@@ -21,20 +21,17 @@ Found = Literal["yes", "rounded", "derived", "no"]
 _NEAR = 100
 """Characters compared on both sides of a figure."""
 _MOST_PLACES = 20
-"""Most places of a figure to compare."""
 _LEAST_SHARED = 3
-"""Fewest shared words for a figure derived from a passage, or a figure of one or two digits, since
-small figures are everywhere.
+"""Fewest shared words for a derived figure, or one of two digits, since small figures are
+everywhere.
 """
 _LEAST_KNOWN = 0.2
-"""Share of surrounding words found in the document, below which it is in another language."""
+"""Share of surrounding words in the document, below which it is in another language."""
 _CONTENT = re.compile(r"[^\W\d_]{4,}")
 _PASSAGE_END = re.compile(r"[.!?]['\")\]\u201d\u2019]*\s+(?=[A-Z\u00c0-\u00de(\"\u201c])|\n\s*\n")
 
 
 class _Place(NamedTuple):
-    """Place of a figure in the document."""
-
     found: Found
     value: Decimal | Date
     begin: int | None = None
@@ -43,7 +40,6 @@ class _Place(NamedTuple):
 
 def find_figures(text: str, document: str) -> list[Values]:
     """Find each figure of a text in its document.
-
 
     Returns:
         For each figure: `text`; `kind` (`number`, `money`, `percent`, `date` or `year`); `value`,
@@ -120,9 +116,7 @@ class FigureIndex:
     def _most_alike(
         self, figure: Figure, places: Iterable[Figure], around: set[str]
     ) -> Figure | None:
-        """Return the best place of a figure: same unit first, then most words in common. None if
-        the words do not match.
-        """
+        """Return the best place of a figure: same unit first, then most words in common."""
         fitting = (each for each in places if _may_be(figure, each))
         ranked = [
             (each.unit == figure.unit, _num_in(self._near(each), around), each)
@@ -143,7 +137,6 @@ class FigureIndex:
         return self._low[max(0, figure.begin - _NEAR) : figure.end + _NEAR]
 
     def _date(self, date: Date) -> _Place | None:
-        """Return the place of a more precise date, or of the same date without a year."""
         for each in self._figures:
             for other in each.values:
                 if isinstance(other, Date) and _is_within(other, date):
@@ -173,9 +166,7 @@ class FigureIndex:
         return [0, *ends, len(self._document)]
 
     def _derived(self, figure: Figure, value: Decimal, text: str) -> _Place | None:
-        """Return two neighbours in a related passage with this sum, difference, ratio or change in
-        percent.
-        """
+        """Return two neighbours in a passage with this sum, difference, ratio or change."""
         if figure.kind == "year" or value < (10 if figure.unit else 100):
             return None
         ends = [found.end() for found in _PASSAGE_END.finditer(text, 0, figure.begin)]
@@ -192,7 +183,6 @@ class FigureIndex:
 
 
 def _may_be(figure: Figure, other: Figure) -> bool:
-    """Return True if the units are equal, or a unit other than percent is missing."""
     units = {figure.unit, other.unit}
     return figure.unit is None or len(units) == 1 or ("" in units and "%" not in units)
 
@@ -210,12 +200,10 @@ def _digits(value: Decimal | Date) -> tuple[int, ...]:
 
 
 def _is_within(date: Date, other: Date) -> bool:
-    """Return True if a date is in the month `other`, or has the same day and month."""
     return date.month == other.month and other.day in (0, date.day) and other.year in (0, date.year)
 
 
 def _last_digit(figure: Figure, value: Decimal) -> float:
-    """Return the value of the last significant digit; 0 for an exact number."""
     if figure.kind == "year":
         return 0.0
     if figure.is_share:

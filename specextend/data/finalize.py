@@ -62,9 +62,7 @@ from specextend.data.storage import Location, atomic_output, delete, file_sizes,
 MOST_BYTES = 256 << 20
 """Memory for results that are written by several threads."""
 _HELD_BYTES = 32 << 20
-"""Largest result of a file, or of its passthrough columns, that waits for a thread. Larger files
-are written one by one.
-"""
+"""Largest result of a file that waits for a thread. Larger files are written one by one."""
 _DIGEST = b"specextend.results"
 
 
@@ -130,7 +128,6 @@ def unfinished(source: Source, output: Location) -> list[str]:
 
 
 def _reconcile(source: Source, settled: Settled) -> Counts:
-    """Raise ReconciliationError unless each input row has exactly one result."""
     for file in source.files:
         wanted = np.asarray(source.rows(file.number), np.int64)
         missing = wanted[settled.states(file.number, file.num_rows)[wanted] == OPEN]
@@ -163,8 +160,6 @@ class _Folder:
 
 
 class _Stretch(NamedTuple):
-    """The results of an input file in a folder, in row order."""
-
     folder: _Folder
     number: int
     rows: Ints
@@ -197,7 +192,7 @@ class _Ending:
         self._provenance = partial(provenance, read_manifest(output), read_starts(output))
 
     def add(self, table: pa.Table) -> _Folder:
-        """Add the commit and words of a table of `read_results`; return its folder."""
+        """Add a table of `read_results`; return its folder."""
         self._words.add(table)
         folder = self.folders[state_of(table) == FAILED]
         for number in np.unique(table["file"].to_numpy()).tolist():
@@ -205,7 +200,6 @@ class _Ending:
         return folder
 
     def find_generic(self) -> None:
-        """Find the generic answers once all results are added."""
         for found in self._words.flagged():
             self._generic[found["file"]][found["row"]] = found["tasks"]
 
@@ -230,11 +224,9 @@ class _Ending:
                 yield _Stretch(folder, file.number, rows, held, num_bytes)
 
     def is_written(self, number: int) -> bool:
-        """Return True if both result files of an input file are up to date."""
         return all(self._is_right(folder, number) for folder in self.folders)
 
     def write(self, stretch: _Stretch) -> None:
-        """Write or delete a result file unless up to date."""
         self._checkpoint()
         folder = stretch.folder
         number = stretch.number
@@ -265,7 +257,6 @@ class _Ending:
         return sorted(names, key=commit_order)
 
     def _tables(self, stretch: _Stretch) -> Iterator[pa.Table]:
-        """Yield the columns of a result file, in tables."""
         generic = self._generic.get(stretch.number, {})
         for results, passed in self._joined(stretch):
             self._checkpoint()
@@ -276,7 +267,6 @@ class _Ending:
             yield pa.table(columns + passed, schema=stretch.folder.schema)
 
     def _joined(self, stretch: _Stretch) -> Iterator[tuple[pa.Table, list[pa.ChunkedArray]]]:
-        """Yield results with their passthrough columns, in tables."""
         source = self._source
         names = [field.name for field in source.passthrough_fields]
         if not names:
@@ -288,7 +278,6 @@ class _Ending:
             yield taken, source.passthrough(batch, stretch.number)
 
     def _error_columns(self, rows: pa.Table) -> list[pa.ChunkedArray]:
-        """Return the columns of error rows, without passthrough columns."""
         keys = pc.make_struct(rows["file"], rows["row"], field_names=["file", "row"])
         names = [*ERROR_SCHEMA.names, *(["tasks"] if self._columns.others else [])]
         schema = error_schema([], self._columns)
@@ -317,7 +306,6 @@ class _Ending:
         )
 
     def _digest(self, folder: _Folder, number: int, names: list[str]) -> bytes:
-        """Return the digest of columns, commits and generic answers of a result file."""
         generic = sorted(self._generic.get(number, {}).items())
         content = "\n".join([folder.schema.to_string(), *names, *map(str, generic)])
         return hashlib.sha256(content.encode()).hexdigest().encode()
@@ -329,7 +317,6 @@ class _Ending:
 BUFFER_BYTES = 64 << 20
 """Bytes of rows sorted in memory before they go to temporary files."""
 _BATCH_BYTES = 768 << 10
-"""Bytes per read of a temporary file, unless a single row is larger."""
 _ORDER = "order"
 """Sort key: file number in the upper bits, row number in the lower bits."""
 _ROW_BITS = 32
@@ -387,9 +374,7 @@ class SortedRows:
             self._store()
 
     def tables(self) -> Iterator[pa.Table]:
-        """Yield all rows in order, as tables of a few hundred kilobytes. No rows can be added
-        after.
-        """
+        """Yield all rows in order, as tables of a few hundred kilobytes. Add no rows after."""
         sorted_runs = [*map(_stored_batches, self._files), halved(self._sorted(), _BATCH_BYTES)]
         runs = [Tables(run) for run in sorted_runs]
         while runs := [run for run in runs if run.rest is not None]:

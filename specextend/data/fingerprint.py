@@ -31,7 +31,7 @@ _FREE = (
 )
 """Options that do not affect output rows: places, machines, order of work, reports."""
 _HASHED = ("target.model", "target.adapter", "draft.model")
-"""Options that name weights. The manifest has their hashes instead."""
+"""Options that name weights, which the manifest has as hashes."""
 _PASSED_OVER = (
     "input.filter",
     "input.sample",
@@ -95,7 +95,7 @@ def rows_digest(names: Iterable[str], rows: Iterable[Ints]) -> str:
 
 
 def fingerprint(values: ReadOnly) -> str:
-    """Return the SHA-256 of canonical JSON: sorted keys, no spaces, no NaN."""
+    """Return the SHA-256 of canonical JSON."""
     text = json.dumps(
         values, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
     )
@@ -164,8 +164,7 @@ _SCHEMA = "output.schema"
 def differences(recorded: ReadOnly, current: ReadOnly) -> list[str]:
     """Compare two manifests; return a line per difference, none for the same run.
 
-    A line has the name and both values. Schemas are compared field by field, unless only their
-    order differs.
+    Schemas are compared field by field, unless only their order differs.
     """
     before = dict(_flat_identity(recorded))
     after = dict(_flat_identity(current))

@@ -13,7 +13,6 @@ from specextend.data.database import Database
 from specextend.data.schema import WORDS
 
 GENERIC = "generic"
-"""Quality flag of generic answers."""
 LEAST_ANSWERS = 5
 """Fewest answers of a task for the flag."""
 MOST_OTHERS = 0.1
@@ -21,7 +20,7 @@ MOST_OTHERS = 0.1
 LEAST_RARE = 0.15
 """Share of rare words from the document, below which an answer is generic."""
 LEAST_HELD = 0.5
-"""Share of all content words found in their documents, below which a task has no flags. Labels and
+"""Share of content words found in their documents, below which a task has no flags. Labels and
 translations differ from their documents.
 """
 WORD_COLUMNS = ("file", "row", "doc_id", "words", "tasks")
@@ -84,9 +83,8 @@ class RunWords:
             self._insert()
 
     def flagged(self) -> Iterator[Values]:
-        """Yield `file`, `row`, `doc_id` and `tasks` of each document with a generic answer.
-
-        Without several tasks, `tasks` is `[""]`.
+        """Yield `file`, `row`, `doc_id` and `tasks` (`[""]` without several tasks) of documents
+        with a generic answer.
         """
         self._insert()
         return self._database.stream(_FLAGGED)

@@ -13,7 +13,7 @@ MOST_AHEAD_BYTES = 256 << 20
 """Memory for input files that are read ahead."""
 _SMALL_BYTES = 16 << 20
 MOST_TOKENS = 1 << 40
-"""More tokens than any document has. Larger values could overflow sums."""
+"""Limit for token counts, above any document, so that sums do not overflow."""
 
 
 _NOT_SUPPORTED = ("not supported", "Unsupported", "not implemented", "Not yet implemented")
@@ -65,6 +65,8 @@ class DocumentError(Exception):
             `BadOptions`, `BadPages`, `BadInstruction`, `PromptTooLong`, `IncompleteAnswer`, or the
             class of an engine failure.
         doc_id: Set by `RowReader.read`, like `content_sha256`.
+        summary: Text of an unfinished answer (`IncompleteAnswer`).
+        tasks: Answers of the run's other tasks.
     """
 
     error_class: str
@@ -74,9 +76,7 @@ class DocumentError(Exception):
     doc_id: str = ""
     content_sha256: str | None = None
     summary: str | None = None
-    """Text of an unfinished answer (`IncompleteAnswer`)."""
     tasks: list[Values] | None = None
-    """Answers of the run's other tasks."""
 
     def __post_init__(self) -> None:
         super().__init__(self.error_class, self.message)  # for pickle
@@ -100,12 +100,12 @@ class InputOptions:
     prepare`, otherwise `<path relative to the input>:<row in file>`.
     """
     pages_column: str | None = None
-    """Column with the offset in each text at which each page begins: rising lists of integers from
-    0, in characters, or null. Default: `page_starts` of a data set of `specextend prepare`, if
+    """Column with the offsets at which the pages of a text begin: rising lists of integers from 0,
+    in characters, or null. Default: `page_starts` of a data set of `specextend prepare`, if
     `text_column` is `text`.
     """
     on_bad_id: Literal["refuse", "error"] = "refuse"
-    """For null or repeated ids, `refuse` the input, or turn such rows into `error` rows. The first
+    """`refuse` an input with null or repeated ids, or turn such rows into `error` rows. The first
     row of equal ids is kept.
     """
     passthrough: tuple[str, ...] = ()
@@ -130,8 +130,8 @@ class InputOptions:
     filter: str | None = None
     """SQL condition for the rows to process, such as `lang = 'en' AND pages > 2`."""
     sample: float | int | None = None
-    """Random sample of the rows: a fraction (`0.01`) or a number (`500`). The id of a row decides,
-    so a larger input yields the same documents.
+    """Random sample of the rows: a fraction (`0.01`) or a number (`500`). Ids decide, so a larger
+    input yields the same documents.
     """
     except_done_in: tuple[str, ...] = ()
     """Output folders of earlier runs, or globs of them. Rows done there are skipped unless they
@@ -198,7 +198,7 @@ class InputOptions:
 
     @property
     def copied_columns(self) -> tuple[str, ...]:
-        """Columns copied to the results: passthrough columns and correct answers."""
+        """Passthrough columns and columns with correct answers."""
         return tuple(dict.fromkeys((*self.passthrough, *self.gold.values())))
 
     @property
@@ -222,7 +222,7 @@ class OutputOptions:
     """
     sources: bool = False
     """Find the strings of an answer, except choices, in the document (column `evidence`), or the
-    source passages of each sentence of a text (column `sources`).
+    passages that support each sentence of a text (column `sources`).
     """
     figures: bool = False
     """Find each number, sum of money, percentage, date and year of the answer in the document
@@ -302,14 +302,12 @@ class InputFile:
     relative_path: str
     """Path below the input's root, with `/`."""
     size: int
-    """Size in bytes."""
     group_rows: tuple[int, ...]
-    """Number of rows per row group."""
     largest_group_bytes: int
     """Memory for the document columns of the largest row group."""
     footer_sha256: str
     modified_ns: int | None
-    """Modification time in nanoseconds since the epoch; None if the store does not report it."""
+    """Nanoseconds since the epoch; None if the store does not report it."""
     compact: tuple[str, ...] = ()
     """Text columns that can be read as dictionaries."""
 

@@ -17,12 +17,9 @@ Around = tuple[str, str]
 """Text of a user message before and after the document."""
 DOCUMENT = "document"
 PLACE = f"{{{{ {DOCUMENT} }}}}"
-"""Place of the document in an instruction."""
 
 
 class _Method:
-    """Method of a value, which can only be called."""
-
     def __init__(self, method: Callable[..., Any]):
         self._method = method
 
@@ -64,7 +61,6 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _written(value: Any) -> Any:
-    """Return a value for output, with null as empty text. Raises TypeError for callables."""
     if callable(value) and not isinstance(value, Undefined):
         raise TypeError(f"a {type(value).__name__.strip('_').lower()} is no text")
     return "" if value is None else value
@@ -92,20 +88,18 @@ _ENVIRONMENT.filters |= {name: _listed(each) for name, each in _ENVIRONMENT.filt
 _HERE_AND_NOW = ("now", "today", "utcnow", "astimezone", "timestamp", "fromtimestamp")
 """Methods of times that depend on the clock or time zone."""
 _WORDS = ("self", "none", "true", "false")
-"""Names that jinja reserves."""
 _AROUND_DOCUMENT = (nodes.Output, nodes.If, nodes.For, nodes.With)
 """Nodes that may contain `{{ document }}`, because they do not inspect their output."""
 _PLACES = re.compile(r"\{\{\s*document\s*\}\}")
 _ASKS = ("default", "d", "defined", "undefined")
-"""Filters and tests for optional values."""
 _SINGLE_BRACES = re.compile(r"(?<!\{)\{\s*(\w+)\s*\}(?!\})")
 
 
 class Instruction:
     """User message as a sandboxed jinja2 template.
 
-    `{{ document }}` is the document, and any other name a column of the row. A message without
-    `{{ document }}` ends with a blank line and the document.
+    `{{ document }}` is the document, and any other name a column of the row. A message without `{{
+    document }}` ends with a blank line and the document.
 
     Args:
         key: Configuration key, for error messages.
@@ -135,7 +129,6 @@ class Instruction:
         self._made_of = key, source, place
         self._place = place
         self.columns = tuple(sorted(names - {place}))
-        """Columns in the template."""
         self.fields = tuple(path for path in _paths(tree) if path[0] in self.columns)
         """Paths of struct fields, each with its column first."""
         if not self.columns:
@@ -148,10 +141,7 @@ class Instruction:
         return Instruction, self._made_of
 
     def around(self, values: ReadOnly) -> Around:
-        """Return the text before and after the document.
-
-        Args:
-            values: Values of `columns`.
+        """Return the text before and after the document, from the values of `columns`.
 
         Raises:
             DocumentError: `BadInstruction`, if the values do not fit the template, or the result
@@ -173,10 +163,6 @@ class Instruction:
 
 
 def _check_names(key: str, node: nodes.Node, place: str, *, sees: bool = False) -> None:
-    """Raise ValueError for a reserved name, or for an expression with the document `place`.
-
-    sees: Whether an outer node inspects its output.
-    """
     for child in node.iter_child_nodes():
         is_written = isinstance(node, nodes.Output)
         name = child.name if isinstance(child, nodes.Name) else None
@@ -195,7 +181,6 @@ def _check_names(key: str, node: nodes.Node, place: str, *, sees: bool = False) 
 
 
 def _paths(tree: nodes.Template) -> Iterator[tuple[str, ...]]:
-    """Yield the struct fields in a template, without optional fields."""
     asked = [each.node for each in tree.find_all((nodes.Filter, nodes.Test)) if each.name in _ASKS]
     for node in tree.find_all((nodes.Getattr, nodes.Getitem)):
         if node not in asked and (path := _path(node)):
@@ -219,7 +204,7 @@ def _path(node: nodes.Node) -> tuple[str, ...]:
 def around_document(instruction: str) -> Around:
     """Return the text before and after the document of an instruction from a row.
 
-    The instruction is data, not a template, and only the place of the document is replaced.
+    The instruction is data, not a template: only the place of the document is replaced.
 
     Raises:
         DocumentError: `BadInstruction`, for several places.

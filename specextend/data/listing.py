@@ -32,10 +32,8 @@ _EXPORTS = {
 }
 _ICEBERG = re.compile(r"(v\d+|\d+-[0-9a-f-]{36})(\.gz)?\.metadata\.json|version-hint\.text")
 _DENIED = re.compile("denied|forbidden|permission|authoriz", re.IGNORECASE)
-"""Messages of stores about missing permissions."""
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".snappy", ".zip")
 _HIDDEN = ("_", ".")
-"""Prefixes of hidden names."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,6 @@ def describe_skipped(skipped: Mapping[str, int]) -> str:
 
 
 def _ending(name: str) -> str:
-    """Return the extension of a file, with its compression: `.jsonl.gz`."""
     path = PurePosixPath(name)
     is_compressed = path.suffix.lower() in _COMPRESSED
     return "".join(path.suffixes[-1 - is_compressed :]) or "without an extension"
@@ -172,7 +169,6 @@ def find(
 
 
 def _tables(paths: Iterable[str]) -> dict[str, str]:
-    """Return the kind of table format by folder, from the paths of log files."""
     found = {}
     for path in paths:
         *folders, name = path.split("/")
@@ -263,7 +259,6 @@ def check_apart(listing: Listing, output: str) -> Location:
 
 
 def _real_parts(location: Location) -> tuple[str, ...]:
-    """Return the path components, with local symbolic links resolved."""
     path = os.path.realpath(location.path) if location.is_local else location.path
     return tuple(part for part in path.split("/") if part)
 
@@ -271,7 +266,6 @@ def _real_parts(location: Location) -> tuple[str, ...]:
 def _files_below(
     folder: Location, hidden: tuple[str, ...] = (), *, recursive: bool = True
 ) -> list[FoundFile]:
-    """List a folder, sorted by path, ignoring local names with a `hidden` prefix."""
     if folder.is_local:
         real = os.path.realpath(folder.path)
         files = _local_files(folder.path, "", (real,), recursive, hidden)

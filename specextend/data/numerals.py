@@ -23,7 +23,6 @@ class Date(NamedTuple):
     day: int
 
     def __str__(self) -> str:
-        """Format as ISO 8601."""
         end = f"{self.month:02}" + f"-{self.day:02}" * bool(self.day)
         return f"{self.year:04}-{end}" if self.year else f"--{end}"
 
@@ -108,7 +107,6 @@ _PARTS = _each(
         10: "tenth tenths zehntel",
     }
 )
-"""Denominators of shares in words."""
 _MONTHS = _each(
     {
         1: "january jan januar jänner janvier",
@@ -150,7 +148,6 @@ _UNITS = {
     "ha": r"ha|hectares?|hektar",
     "acre": r"acres?",
 }
-"""Units by spelling."""
 _NAMES = [*_UNITS]
 _GAP = r"[^\S\n]?\n?[^\S\n]{0,2}"
 _SPACES = "\u00a0\u2009\u202f "
@@ -235,7 +232,6 @@ def _in_words(low: str) -> Iterator[Figure]:
 
 
 def _date_at(low: str, name: re.Match[str], month: int) -> Iterator[Figure]:
-    """Yield the date around the name of a month, if it has a day or year."""
     begin, end = name.span()
     after = _AFTER_MONTH.match(low, end)
     found = after.groupdict() if after else {}
@@ -250,7 +246,6 @@ def _date_at(low: str, name: re.Match[str], month: int) -> Iterator[Figure]:
 
 
 def _spoken(low: str, run: Sequence[re.Match[str]]) -> Iterator[Figure]:
-    """Yield the numbers and shares in a run of words."""
     taken: list[re.Match[str]] = []
     total = current = 0
     for word in (*run, None):
@@ -312,14 +307,12 @@ def _in_digits(low: str) -> Iterator[Figure]:
 
 
 def _separate(low: str, begin: int, end: int) -> Iterator[Figure]:
-    """Yield the figures between spaces or date separators."""
     for part in _SEPARATE.finditer(low, begin, end):
         if values := _readings(part.group()):
             yield _in_context(low, *part.span(), values)
 
 
 def _dates(token: str) -> tuple[Date, ...]:
-    """Return the possible dates of three numbers."""
     one, two, three = map(int, re.split(r"\D", token))
     year = three if three >= 100 else three + (2000 if three < 50 else 1900)
     dates = [Date(year, one, two), Date(year, two, one)]
@@ -331,7 +324,6 @@ def _dates(token: str) -> tuple[Date, ...]:
 
 
 def _readings(token: str) -> tuple[Decimal, ...]:
-    """Return the possible values of digits with separators."""
     digits = re.sub(r"\D", "", token)
     if len(digits) > _MOST_DIGITS:
         return ()
@@ -348,7 +340,6 @@ def _unit_of(found: re.Match[str] | None) -> str:
 
 
 def _in_context(low: str, begin: int, end: int, values: tuple[Decimal, ...]) -> Figure:
-    """Return a number with the unit and scale around it."""
     digits = low[begin:end]
     sign = _SIGN.search(low, max(0, begin - 12), begin)
     unit = _unit_of(sign)

@@ -1,7 +1,4 @@
-"""Pages of documents: where they begin, and which page a place in the text is on.
-
-Pages have numbers from 1. Begin at `with_pages`.
-"""
+"""Pages of documents, numbered from 1: where they begin, and which page a place is on."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -13,7 +10,6 @@ from specextend.data.inputs import DocumentError
 
 _PARTS = "part_summaries"
 _PLACES = (_PARTS, "evidence", "sources", "figures")
-"""Columns of an answer that list places in its document."""
 _FIELDS = ("page", "last_page")
 """Fields of places that only runs with `input.pages_column` write."""
 
@@ -25,7 +21,7 @@ def is_pages(kind: pa.DataType) -> bool:
 
 
 def check_pages(starts: Sequence[int | None] | None, text: str) -> Sequence[int]:
-    """Return the offsets at which pages begin; empty for null and for an empty list.
+    """Return the offsets at which pages begin; empty for null.
 
     Raises:
         DocumentError: The offsets do not begin with 0, fall, or are beyond the text (`BadPages`).
@@ -49,7 +45,7 @@ def with_pages(columns: ReadOnly, starts: Sequence[int]) -> Values:
 
     Args:
         columns: Columns of the answer by name.
-        starts: Offsets at which the pages of its document begin; empty if it has no pages.
+        starts: Offsets at which the pages begin; empty for a document without pages.
     """
     return dict(columns) | {
         name: [place | _pages_of(name, place, starts) for place in columns[name]]
@@ -68,7 +64,7 @@ def _pages_of(name: str, place: ReadOnly, starts: Sequence[int]) -> Values:
 
 
 def without_pages(fields: Iterable[pa.Field]) -> list[pa.Field]:
-    """Return fields of a schema as runs without `input.pages_column` have them."""
+    """Return fields of a schema without fields for pages."""
     return [field.with_type(_without_pages(field.type)) for field in fields]
 
 

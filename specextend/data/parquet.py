@@ -14,12 +14,10 @@ from specextend.data.storage import Location, Value, is_away, out_of_reach, read
 
 Ints = NDArray[np.int64]
 BATCH_BYTES = 16 << 20
-"""Bytes of text per table."""
 _MAX_BATCH_ROWS = 256
 CHECKED = {"page_checksum_verification": True}
 """Options of every reader: verify page checksums where present."""
 SEALED = {"compression": "zstd", "write_page_checksum": True}
-"""Options of every writer."""
 _COMPACT = {"PLAIN", "PLAIN_DICTIONARY", "RLE", "RLE_DICTIONARY", "BIT_PACKED"}
 """Text encodings that pyarrow can read as a dictionary."""
 DAMAGED = (OSError, pa.ArrowException, UnicodeDecodeError)
@@ -27,7 +25,6 @@ DAMAGED = (OSError, pa.ArrowException, UnicodeDecodeError)
 _HASH_BYTES = 64
 """Largest fixed-size binary value that counts as a hash, not as text."""
 _GROUP_ROWS = 4096
-"""Rows of a written row group, unless they are large."""
 
 
 Damaged = Callable[[Exception], Exception]
@@ -234,7 +231,6 @@ def halved(table: pa.Table, most_bytes: int) -> Iterator[pa.Table]:
 
 
 def _plain_bytes(values: pa.ChunkedArray) -> int:
-    """Return the size of a column with its dictionaries decoded."""
     if not pa.types.is_dictionary(values.type) or not is_text(values.type):
         return int(values.nbytes)
     lengths = (pc.binary_length(chunk.dictionary).take(chunk.indices) for chunk in values.chunks)
@@ -332,14 +328,12 @@ def joint_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def _written_out(kind: pa.DataType) -> pa.DataType:
-    """Return a type without dictionaries and views."""
     if pa.types.is_dictionary(kind):
         return _written_out(kind.value_type)
     return {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}.get(kind, kind)
 
 
 def _with_leaves(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """Apply `change` to the leaves of a nested type."""
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(_with_leaves(field.type, change)) for field in kind])
     if pa.types.is_list(kind):

@@ -11,7 +11,7 @@ PART_NAME = re.compile(r"part-\d{6,}-[0-9a-f]{8}\.parquet")
 PAGE_STARTS = "page_starts"
 """Column with the offsets in the text at which the pages of a document begin."""
 PAGE_LABELS = "page_labels"
-"""Column with the labels that a document gives its pages."""
+"""Column with the labels of the pages."""
 ERRORS = "_errors.jsonl"
 """File with a line per file or row that is missing in the data set."""
 LEFT_OUT = "left out"

@@ -31,14 +31,12 @@ LengthPolicy = Literal["error", "head", "tail", "middle", "parts"]
 PIECE_CHARACTERS = 1 << 18
 """Length of the tokenized pieces of a long document. A call takes about 100 bytes per character."""
 _LEAST_PIECES = 4
-"""Pieces up to which a document is tokenized in one call."""
 _WINDOW = 2048
 """Characters on both sides of a cut that are tokenized to check it."""
 _MOST_TRIES = 64
-"""Most places to try for a cut."""
 
 TEMPLATE_S = 10.0
-"""Time limit of a chat template, in seconds; usual templates need milliseconds."""
+"""Time limit of a chat template in seconds; usual templates need milliseconds."""
 
 THINKING = (
     ("<think>", "</think>"),
@@ -55,11 +53,9 @@ _PLAIN = (
     "{% for each in messages %}{{ ' ' if each.role == 'assistant' else '' }}{{ each.content }}"
     "{{ '\n\nSummary:' if each.role == 'user' else '\n\n' }}{% endfor %}"
 )
-"""Chat template for models without a template."""
 _CHANCE = re.compile(r"\| *random\b|\blipsum\(|<[\w ,.'<>-]+ at 0x[0-9a-f]{6,}>")
 """Random filters and memory addresses, which chat templates must not contain."""
 _PROBE = "\u20630" * 50_000
-"""Long artificial document for the check of a chat template."""
 _MARKS = range(0xE000, 0xF8FF)
 """Private-use characters, each for one message in the check of a template."""
 _STAND_INS = range(0xF0000, 0xFFFFE)
@@ -67,7 +63,6 @@ _STAND_INS = range(0xF0000, 0xFFFFE)
 _JOINT = 256
 """Characters at the end of a document by which the tokens after it are found."""
 ANSWERS = ("Yes", "No")
-"""Answers to the question about a sentence."""
 _ANCHOR = "\n"
 """Text before a piece, because tokenizers may treat the start of a text specially."""
 
@@ -77,9 +72,7 @@ class Example:
     """Example turn: a user message with a document, and the right answer."""
 
     user: str
-    """Message with its document."""
     assistant: str
-    """Right answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,22 +80,25 @@ class PromptOptions:
     """`prompt.*`: The prompt, and how a document that is too long is shortened."""
 
     instruction: str = "Summarize the following document."
-    """The user message, a jinja2 template: `{{ document }}` is the document, appended if it is not
-    there; any other name is a column of the row."""
+    """The user message, a jinja2 template: `{{ document }}` is the document, appended if missing;
+    any other name is a column of the row.
+    """
     examples: tuple[Example, ...] = ()
-    """Turns before the user message that show what is wanted: a list of `user` and `assistant`."""
+    """Example turns before the user message: a list of `user` and `assistant`."""
     template_options: Values = field(default_factory=dict)
     """Variables for the model's chat template, such as `enable_thinking: false`."""
     verification: str = "Does the document support this sentence? Answer Yes or No."
     """The question of `output.verify`, answered Yes or No: `{{ sentence }}` is the sentence,
-    appended if it is not there. The question takes the place of what follows the document."""
+    appended if missing. The question replaces the text after the document.
+    """
     system: str = ""
     """The system message; empty sends none."""
     length_policy: LengthPolicy = "middle"
-    """What a document that is too long keeps: the `head`, the `tail`, both ends (`middle`), or
-    all, read in `parts` that are merged; `error` makes it an error row."""
+    """What a document that is too long keeps: the `head`, the `tail`, both ends (`middle`), or all,
+    read in `parts` that are merged; `error` makes it an error row.
+    """
     max_prompt_tokens: int | None = None
-    """Most tokens of the rendered prompt; unset: what the model's context leaves room for."""
+    """Most tokens of the rendered prompt. Unset, the context of the model decides."""
 
     def __post_init__(self) -> None:
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
@@ -135,20 +131,22 @@ class PromptOptions:
 class PartOptions:
     """`parts.*`: Documents under `prompt.length_policy: parts` that do not fit into one prompt.
 
-    Each part is summarised, and the summaries are merged: all at once, or group by group until one
-    is left.
+    Each part is summarised, and the summaries are merged, at once or group by group.
     """
 
     tokens: int | None = None
-    """Most tokens of a part; unset: what fits into a prompt. Parts of a document are about as
-    long. A document that fits into one prompt is read whole, whatever this says; a lower
-    `prompt.max_prompt_tokens` splits it, too."""
+    """Most tokens of a part; unset, all that fit into a prompt. Parts of a document have similar
+    lengths. A document that fits into one prompt is read whole; a lower `prompt.max_prompt_tokens`
+    splits it too.
+    """
     instruction: str = ""
-    """The user message for a part, with `{{ document }}` but no columns; if empty,
-    `prompt.instruction`. An instruction of the row's own is used for parts and merges."""
+    """The user message for a part, with `{{ document }}` but no columns; empty means
+    `prompt.instruction`. An instruction of the row replaces it, for merges too.
+    """
     merge_instruction: str = ""
-    """The user message for what was written about the parts, which takes the place of `{{ document
-    }}`; if empty, `prompt.instruction`."""
+    """The user message for a merge, with the summaries in place of `{{ document }}`; empty means
+    `prompt.instruction`.
+    """
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 64:
@@ -164,8 +162,6 @@ def describe_cut(num_cut: int, num_documents: int, unread: float) -> list[str]:
     """Describe in a line the documents that a length policy cuts; [] if it cuts none.
 
     Args:
-        num_cut: Number of documents that are cut.
-        num_documents: Number of all documents.
         unread: Unread fraction of all tokens.
     """
     if not num_cut:
@@ -182,7 +178,6 @@ class Prompt:
 
     token_ids: list[int]
     num_dropped_tokens: int
-    """Document tokens that were dropped."""
     length_policy: LengthPolicy
     coverage: float = field(default=1.0, compare=False)
     """Fraction of the document's tokens in the prompt."""
@@ -191,7 +186,7 @@ class Prompt:
 
 
 class PromptTooLongError(DocumentError):
-    """Document that does not fit under the policies `error` and `parts`."""
+    """A document that does not fit under the policies `error` and `parts`."""
 
 
 class Prompts:
@@ -229,7 +224,6 @@ class Prompts:
         self._look()
 
     def _look(self) -> None:
-        """Check the template with a test prompt. Raises ValueError."""
         options = self.options
         template = self.options.template
         self._around = (
@@ -324,7 +318,6 @@ class Prompts:
         """Divide an output into answer and reasoning.
 
         Args:
-            text: Output.
             token_ids: Tokens of the output, to find markers that are special tokens.
 
         Returns:
@@ -362,10 +355,6 @@ class Prompts:
 
     def room(self, max_new_tokens: int, instruction: Around | None = None) -> int:
         """Return the number of document tokens that fit.
-
-        Args:
-            max_new_tokens: Output limit of the document.
-            instruction: Instruction of the document, as for `render`.
 
         Raises:
             DocumentError: `PromptTooLong`, if there is no room.
@@ -408,7 +397,6 @@ class Prompts:
             yield self._encode_piece(text[begin:end], is_first=begin == 0)
 
     def _pieces(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yield the character ranges of pieces."""
         size = PIECE_CHARACTERS if len(text) > _LEAST_PIECES * PIECE_CHARACTERS else len(text)
         begin = 0
         while len(text) - begin > size:
@@ -479,7 +467,6 @@ class Prompts:
         return named.translate({ord(other): first for first, other in stand_ins.items()})
 
     def _measure(self, instruction: Around | None) -> int:
-        """Count the tokens of a prompt without its document."""
         return self._encode("x", instruction, 0)[1] - len(self.encode_document("x"))
 
 
@@ -624,7 +611,6 @@ class _Chat:
                     )
 
     def _tells(self, turns: list[_Turn], other: Values) -> bool:
-        """Return True if another value of an option changes the prompt or fails."""
         try:
             return self._render(turns, self._options | other) != self._render(turns, self._options)
         except ValueError:
@@ -705,8 +691,7 @@ def _at_most(limit_s: float) -> Iterator[None]:
 def _renamed(tokenizer: Any) -> tuple[Tokenizer, dict[str, str]]:
     """Copy the tokenizer with secret names for special tokens; return the names, too.
 
-    No text contains a secret name, so only the template makes control tokens. The copy neither
-    truncates nor pads.
+    No text contains a secret name, so only the template makes control tokens.
     """
     key = secrets.token_hex(8)
     parts = json.loads(tokenizer.backend_tokenizer.to_str())

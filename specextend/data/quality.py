@@ -34,13 +34,12 @@ CONTENT_CHARACTERS = 4
 EXAMPLE_WORDS = 3
 """Words in a run when comparing with examples."""
 MOST_REPEATED = 0.2
-"""Largest share of repeated runs without the flag `repeated_ngrams`."""
+"""Largest share of repeated runs without a flag."""
 MOST_COPIED = 0.8
-"""Largest share of copied runs without the flag `copied`."""
+"""Largest share of copied runs without a flag."""
 LEAST_WORDS = 10
 """Fewest words of a document without the flag `short_document`."""
 MOST_ROUGE_CHARACTERS = 200_000
-"""Characters compared by ROUGE."""
 
 _SAMPLED_CHARACTERS = 1 << 16  # sampled to determine the script
 _EAST_ASIAN = ("CJK", "HIRAGANA", "KATAKANA", "BOPOMOFO")  # Japanese mixes them
@@ -64,7 +63,6 @@ class Quality(NamedTuple):
     """Quality columns of a row."""
 
     quality_flags: list[str]
-    """Flags in a fixed order."""
     copied_fraction: float | None
     """Share of runs of 8 words found in the document; None for shorter summaries."""
     rouge1: float | None = None
@@ -171,7 +169,7 @@ def _runs(words: Sequence[str], length: int) -> Iterator[tuple[str, ...]]:
 
 def _is_of_examples(text: str, examples: Collection[str], read: Sequence[str]) -> bool:
     """Return True if half of an answer's words come from examples, in runs of 3, and not from the
-    document. Field names are not counted.
+    document.
     """
     known = {run for example in examples for run in _runs(split_words(example), EXAMPLE_WORDS)}
     strings = [text]
@@ -192,9 +190,7 @@ def _is_of_examples(text: str, examples: Collection[str], read: Sequence[str]) -
 
 
 def dominant_script(text: str) -> str | None:
-    """Return the script of most letters, as in Unicode's names; None if no script has more than
-    half.
-    """
+    """Return the script of most letters, as in Unicode's names; None below half of the letters."""
     sample = normalize("NFKC", text[:: len(text) // _SAMPLED_CHARACTERS + 1])
     counts = Counter[str | None]()
     for character, count in Counter(filter(str.isalpha, sample)).items():
@@ -244,14 +240,12 @@ def token_f1(text: str, reference: str) -> float:
 
 
 def _shared(words: Sequence[str], others: Sequence[str], length: int) -> float:
-    """Return the F-measure of runs of words, counted as multisets."""
     runs = Counter(_runs(words, length))
     of_others = Counter(_runs(others, length))
     return _f_measure((runs & of_others).total(), runs.total() + of_others.total())
 
 
 def _f_measure(num_shared: int, num_runs: int) -> float:
-    """Return the harmonic mean of precision and recall; `num_runs` is the sum of both texts."""
     return 2 * num_shared / num_runs if num_runs else 0.0
 
 
@@ -265,9 +259,7 @@ LEAST_LENGTH = 6
 MOST_ALIKE = 2000
 """Most characters of a value for similar passages, since the search takes quadratic time."""
 _MOST_PLACES = 1000
-"""Most places inside words to skip."""
 _MOST_POWER = 18
-"""Largest power of ten of a number in an answer."""
 _LETTER = r"[^\W\d_\u0590-\U0010ffff]"
 _INSIDE = regex.compile(rf"(?<=\d)(?=\d)|(?<={_LETTER})(?={_LETTER})")
 """A place inside a number, or inside a word in Latin, Greek, Cyrillic or Armenian letters."""
@@ -300,7 +292,6 @@ class _Digits(str):
 
 
 def _figures(text: str, document: str, fields: Collection[str]) -> list[Values]:
-    """Find the figures of a text, or of the `fields` of a JSON answer."""
     index = FigureIndex(document)
     if not fields:
         return index.find(text)
@@ -314,7 +305,6 @@ def _figures(text: str, document: str, fields: Collection[str]) -> list[Values]:
 
 
 def _written_out(number: str) -> _Digits:
-    """Return a number in digits; empty if too large or small."""
     with suppress(InvalidOperation):
         value = Decimal(number)
         if abs(value.adjusted()) <= _MOST_POWER:
@@ -338,7 +328,6 @@ def _passage(value: str, document: str) -> tuple[int, int, float] | None:
 
 
 def _whole_words(text: str, begin: int, end: int) -> tuple[int, int]:
-    """Extend a passage to whole words, without surrounding space."""
     while _INSIDE.match(text, begin):
         begin -= 1
     while _INSIDE.match(text, end):
@@ -352,7 +341,7 @@ def _plain(text: str) -> str:
 
 
 def strings_of(value: Any, field: str) -> Iterator[tuple[str, str]]:
-    """Yield the strings in a value with their field names, nested names joined by dots."""
+    """Yield the strings in a value with their field names; inner fields are `outer.inner`."""
     match value:
         case str():
             yield field, value
@@ -368,7 +357,6 @@ def strings_of(value: Any, field: str) -> Iterator[tuple[str, str]]:
 
 
 MOST_PASSAGES = 3
-"""Most passages per sentence."""
 LEAST_LIKENESS = 0.15
 """Lowest BM25 of a source. It separates most sources from other passages."""
 _RUN = 4
@@ -385,12 +373,11 @@ _SENTENCE_END = regex.compile(
     r"|\R(?=[^\S\r\n]*+(?:\R|[-*\u2022#]|\d{1,3}[.)]\s))\s*+"
 )
 _STRETCH = regex.compile(r"\S(?:.{0,499}(?<=\S)(?=\s|\Z)|.{0,499}\p{M}*+)", regex.DOTALL)
-"""Up to 500 characters, ending with a word if possible, and never between a letter and its marks.
-"""
+"""Up to 500 characters, ending with a word if possible, never between a letter and its marks."""
 
 
 def find_sources(text: str, document: str, left_out: range = range(0)) -> list[Values]:
-    """Find the passages that support each sentence of a text, those with its rarest words.
+    """Find the passages that support each sentence of a text, with its rarest words.
 
     Args:
         left_out: Characters of the document that were not read.
@@ -447,7 +434,6 @@ def _passages(text: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _runs_of_letters(text: str) -> list[str]:
-    """Return the runs of letters in each word, after Unicode normalization."""
     words = [f" {word} " for word in split_words(normalize("NFKC", text))]
     return [
         word[begin : begin + _RUN]

@@ -61,7 +61,7 @@ def has_ended(output: Location, manifest: ReadOnly) -> bool:
 
 
 def began(output: Location) -> float | None:
-    """Return the recorded time of the first start, in seconds since the epoch."""
+    """Return the time of the first start, in seconds since the epoch; None if unknown."""
     begins = (parse_time(start.begin) for start in read_starts(output))
     return min((begin for begin in begins if begin is not None), default=None)
 
@@ -86,7 +86,6 @@ def add_redone(
     """Create the table `results` for CHOSEN, from a run and its repeated rows.
 
     Args:
-        database: Database for the table.
         output: Folder of the run.
         options: Options with the condition `redo`.
         files: Current input files.
@@ -128,7 +127,6 @@ def add_redone(
 def _check_same_input(
     output: Location, manifest: ReadOnly, options: InputOptions, files: Iterable[InputFile]
 ) -> None:
-    """Raise InputError if the input differs from the input of the run."""
     now = {file.relative_path: file.facts for file in files}
     for name, facts in manifest["identity"]["files"].items():
         if now.get(name) != facts:
@@ -147,7 +145,6 @@ def _check_same_input(
 
 
 def _schema(output: Location, runs: list[Location]) -> pa.Schema:
-    """Return the result columns. Raises ValueError for a column with two types."""
     firsts = {
         (run.path, is_answer): file for run in runs for file, is_answer in result_files(run)[::-1]
     }

@@ -33,18 +33,16 @@ class Row:
     max_new_tokens: int | None
     """Limit of the row; None for the limit of the run."""
     reference: str | None
-    """Reference summary, if any."""
     content_sha256: str
     instruction: Around | None = None
-    """Instruction of the row, or of the run with the row's values. None: the run's instruction
-    applies unchanged.
+    """Instruction of the row, or of the run with the row's values; None for the run's instruction.
     """
     others: tuple[Around | None, ...] = ()
     """Instructions of further tasks."""
     sampling: ReadOnly = field(default_factory=dict)
     """Fields of SamplingParams that differ from the run."""
     page_starts: Sequence[int] = ()
-    """Offsets in `text` at which pages begin; empty for a document without pages."""
+    """Offsets in `text` at which pages begin; empty without pages."""
     passed: pa.Table | None = field(default=None, compare=False, repr=False)
     """Passthrough columns named by rules; None without any."""
 
@@ -86,8 +84,8 @@ class RowReader:
         """Make a row from column values, with texts as bytes.
 
         Raises:
-            DocumentError: The text is null, empty or not UTF-8, or its pages or an option of the
-                row are invalid.
+            DocumentError: The text is null, empty or not UTF-8, or pages or an option of the row
+                are invalid.
         """
         options = self.options
         try:
@@ -116,7 +114,7 @@ class RowReader:
         )
 
     def page_starts(self, values: ReadOnly, text: str) -> Sequence[int]:
-        """Return where the pages of a row begin; empty if it has none. Raises DocumentError."""
+        """Return the offsets of a row's pages; empty without pages. Raises DocumentError."""
         column = self.options.pages_column
         return check_pages(values[column], text) if column else ()
 
@@ -155,7 +153,6 @@ class RowReader:
             ) from error
 
     def _asked(self, values: ReadOnly) -> bytes:
-        """Return the instruction of the row; empty if missing or blank."""
         column = self.options.instruction_column
         asked: bytes = (values[column] if column else None) or b""
         return asked if asked.decode(errors="replace").strip() else b""

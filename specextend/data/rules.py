@@ -56,7 +56,6 @@ def broken_rules(output: OutputOptions, made: ReadOnly, passed: pa.Table | None)
 
 
 def _holds(condition: str, table: pa.Table) -> bool:
-    """Return True if the row meets a condition that can be computed."""
     try:
         return bool(matches(condition, table.select(filter_columns(condition)))[0])
     except ValueError:

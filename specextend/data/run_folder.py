@@ -26,10 +26,8 @@ from specextend.data.storage import (
 
 Record = TypeVar("Record")
 Retry = Literal["none", "retryable", "all"]
-"""Error rows to repeat."""
 SUMMARIES = "summaries"
 ERRORS = "errors"
-"""Folders of results, with a file per input file."""
 ADDED = "added"
 """Folder with runs of tasks added after the end."""
 REDONE = "redone"
@@ -37,14 +35,12 @@ REDONE = "redone"
 
 
 def _place(*names: str) -> Callable[[Location], Location]:
-    """Return a function from an output folder to a place in it."""
     return lambda output: output.child(*names)
 
 
 records_folder = _place("_run")
 """Folder of all records needed to resume."""
 manifest_file = _place("_run", "manifest.json")
-"""Manifest of the run."""
 
 
 def lock_file(output: Location) -> Location:
@@ -53,17 +49,12 @@ def lock_file(output: Location) -> Location:
 
 
 commits_folder = _place("_run", "parts")
-"""Folder of the commits."""
 audit_file = _place("audit.json")
-"""Result of the last audit."""
 starts_folder = _place("_run", "attempts")
-"""Folder with a record per start."""
 selection_file = _place("_run", "selection.parquet")
 """Chosen rows of a run that depends on other runs."""
 summaries_folder = _place(SUMMARIES)
-"""Folder of the summaries."""
 errors_folder = _place(ERRORS)
-"""Folder of the error rows."""
 
 
 def report_file(output: Location, ending: str) -> Location:
@@ -72,7 +63,6 @@ def report_file(output: Location, ending: str) -> Location:
 
 
 success_file = _place("_SUCCESS")
-"""Marker of a finished run."""
 
 
 def run_folders(output: Location) -> list[Location]:
@@ -110,8 +100,8 @@ def _refuse_links(folders: list[Location]) -> None:
 
 
 def inner_run(output: Location, folder: str, name: str) -> Location:
-    """Return the place of a run in `folder` (ADDED or REDONE) of another run. Raises ValueError for
-    a symbolic link.
+    """Return the place of a run in `folder` (ADDED or REDONE). Raises ValueError for a symbolic
+    link.
     """
     place = output.child(folder, name)
     _refuse_links([place.parent, place])
@@ -124,9 +114,7 @@ def inner_runs(output: Location, folder: str) -> list[Location]:
 
 
 def check_results(output: Location, num_files: int) -> None:
-    """Raise ValueError for foreign files named like results, which readers of the folder would
-    include.
-    """
+    """Raise ValueError for foreign files named like results, which readers would include."""
     names = {result_name(number) for number in range(num_files)}
     for folder in (summaries_folder(output), errors_folder(output)):
         for name in list_results(folder):
@@ -143,13 +131,13 @@ def result_name(number: int) -> str:
 
 
 def list_results(folder: Location) -> list[str]:
-    """List the result files in a folder by number, ignoring other files."""
+    """List the result files in a folder by number."""
     return [name for name in list_files(folder) if re.fullmatch(r"part-\d{5,}\.parquet", name)]
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of input rows: all, done, failed."""
+    """Numbers of input rows."""
 
     rows: int
     done: int
@@ -172,7 +160,6 @@ def read_success(output: Location) -> Counts | None:
 
 
 def _read_valid(location: Location, kind: type[Record]) -> Record | None:
-    """Read a small record; None if missing or invalid."""
     with suppress(ValueError):
         return read_parsed(location, partial(TypeAdapter(kind).validate_json, strict=True))
     return None
@@ -234,7 +221,7 @@ class WorkerRecord:
     """Number, from 1, of the place that successors inherit."""
     asked: _Time
     begun: _Time | None
-    """Time when the process started, and with it the use of resources."""
+    """Start of the process, and of the use of resources."""
     ready: _Time | None
     """Time when the models were loaded."""
     gone: _Time | None
@@ -245,7 +232,6 @@ class WorkerRecord:
     limits: dict[str, float] | None = None
     """Measured limits of the device and demands of the target; None if not loaded."""
     kernels: tuple[Kernel, ...] = ()
-    """Outcome of each kernel tried."""
     used_gib: FiniteFloat | None = None
     """Peak memory at the end of a document; None before the first."""
     speedup: FiniteFloat | None = None
@@ -281,7 +267,7 @@ class Start:
     price_per_worker_hour: FiniteFloat | None = None
     git_commit: str | None = None
     took_over: Heartbeat | None = None
-    """Last heartbeat of a dead driver if its lock was taken over."""
+    """Last heartbeat of a dead driver whose lock was taken over."""
     damage: str | None = None
     """Reason why the record cannot be read. Then only the run id is known."""
 

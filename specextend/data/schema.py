@@ -60,7 +60,7 @@ PART_SUMMARY = pa.struct(
         ("finish_reason", "string"),
     ]
 )
-"""The summary of a part, with the place of the part in the document."""
+"""The summary of a part, with its place in the document."""
 
 CHOICE = pa.struct([("field", "string"), ("value", "string"), ("log_prob", "float64")])
 """Value of a field with its log probability, normalised over the field's values."""
@@ -192,10 +192,7 @@ def stats_columns(stats: DecodingStats) -> Values:
 
 
 def failure_of(tasks: Iterable[ReadOnly]) -> Values:
-    """Return the FAILURE columns of a document.
-
-    Args:
-        tasks: Entries of the column `tasks`.
+    """Return the FAILURE columns of a document from its `tasks`.
 
     Returns:
         Class and stage of the first failed task and all messages; None without a failure.
@@ -235,9 +232,7 @@ class TextColumns(NamedTuple):
     others: tuple[tuple[str, str, str | None], ...] = ()
     """Name, text column and schema of further tasks."""
     has_confidence: bool = False
-    """Whether there is a column `confidence`."""
     has_verdicts: bool = False
-    """Whether there is a column `verdicts`."""
     has_pages: bool = False
     """True if places name their pages."""
 

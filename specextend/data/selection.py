@@ -59,7 +59,6 @@ _FIRST_BAD = """
     WHERE id IS NOT DISTINCT FROM (SELECT id FROM bad ORDER BY id IS NOT NULL, place LIMIT 1)
     ORDER BY rowid LIMIT 2
 """
-"""The first row with a null id, or the first two rows with the same id."""
 _BY_PLACE = """
     UPDATE rows SET id = name || ':' || rows.row
     FROM bad JOIN given USING (file) WHERE rows.file = bad.file AND rows.row = bad.row
@@ -173,7 +172,6 @@ def select_rows(
 
 
 def _read(source: Source, checkpoint: Checkpoint, file: InputFile) -> pa.Table:
-    """Return the rows matched by the filter, with their ids if needed."""
     options = source.options
     number = file.number
     needs_ids = (
@@ -189,7 +187,6 @@ def _read(source: Source, checkpoint: Checkpoint, file: InputFile) -> pa.Table:
 
 
 def _check_ids(source: Source, database: Database) -> Source:
-    """Record rows with a null or repeated id. Raises InputError unless `on_bad_id` allows them."""
     column = source.options.id_column
     if column is None:
         return source
@@ -226,7 +223,6 @@ def _check_ids(source: Source, database: Database) -> Source:
 
 
 def _of_files(database: Database, table: str, num_files: int) -> Rows:
-    """Split a table into sorted row numbers per file."""
     files, rows = database.arrays(f"SELECT file, row FROM {table} ORDER BY file, row")
     return np.split(rows, files.searchsorted(np.arange(1, num_files)))[:num_files]
 
@@ -249,7 +245,6 @@ def _delete(database: Database, which: str) -> int:
 def _limited(
     source: Source, database: Database, counts: Mapping[str, int], notes: tuple[str, ...]
 ) -> Source:
-    """Keep the files with chosen rows, renumbered."""
     rows = _of_files(database, "rows", len(source.files))
     numbers = [number for number, each in enumerate(rows) if len(each)]
     files = tuple(replace(source.files[number], number=i) for i, number in enumerate(numbers))
@@ -310,7 +305,6 @@ def _compare(
 
 
 def _contents(source: Source, file: InputFile, rows: Ints, checkpoint: Checkpoint) -> pa.Table:
-    """Hash the contents of the given rows."""
     reader = source.reader
     contents: list[str] = []
     for batch in source.batches_of(file.number, reader.content_columns, rows):
@@ -336,7 +330,7 @@ def write_selection(source: Source, output: Location) -> None:
 
 
 def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> Source:
-    """Restore the rows saved by `write_selection` for the remaining files of the run."""
+    """Restore the rows saved by `write_selection` for the remaining files."""
     location = selection_file(output)
     names = [*manifest["identity"]["files"]]
     damaged = damaged_as(InputError, location, "use another output folder")

@@ -82,7 +82,7 @@ class Source:
     filter_fields: tuple[pa.Field, ...] = ()
     """Filter columns with their joint types (driver only)."""
     skipped: Mapping[str, int] = field(default_factory=dict)
-    """Number of ignored files in the input folder by extension."""
+    """Number of ignored files by extension."""
     num_repeated: int = 0
     """Number of paths to files that are already listed."""
     partitions: Mapping[str, pa.DataType] = field(default_factory=dict)
@@ -186,7 +186,7 @@ class Source:
         )
 
     def scan(self) -> Iterator[ScannedRow]:
-        """Stream facts about the rows of the run in key order. Bad rows have an `error_class`."""
+        """Stream facts about the rows of the run in key order."""
         tables = in_order(
             self._scanned_tables, self.files, cost=InputFile.bytes_ahead, most=MOST_AHEAD_BYTES
         )
@@ -261,9 +261,8 @@ class Source:
     def batches_of(
         self, number: int, columns: list[str], rows: Ints | None = None
     ) -> Iterator[pa.Table]:
-        """Stream columns of some rows of a file (default: the rows of the run).
-
-        A table may be empty.
+        """Stream columns of some rows of a file (default: the rows of the run) in tables, possibly
+        empty.
         """
         if rows is None and self.selection is not None:
             rows = self.selection.rows[number]
@@ -312,7 +311,6 @@ class Source:
         return place < len(rows) and bool(rows[place] == key.row)
 
     def _with_partitions(self, batch: pa.Table, number: int, columns: list[str]) -> pa.Table:
-        """Add the columns in the file's path, and reorder to `columns`."""
         path = self.files[number].relative_path
         fields = (*self.passthrough_fields, *self.filter_fields)
         kinds = {**self.partitions, **{field.name: field.type for field in fields}}
@@ -326,8 +324,8 @@ class Source:
     def _scanned_tables(self, file: InputFile) -> Iterable[pa.Table]:
         """Read the columns needed for planning; those of a large file lazily.
 
-        Columns used only at the end are read and dropped first, so that damage or a value out of
-        range is found before decoding.
+        Columns used only at the end are read and dropped first, so that damage is found before
+        decoding.
         """
         options = self.options
         unread = {
@@ -407,8 +405,7 @@ def open_source(
     """List and check the input; reads footers only. `select_rows` checks ids and chooses rows.
 
     Args:
-        options: Options of the input. A data set of `specextend prepare` brings its ids and
-            pages.
+        options: Options of the input. A data set of `specextend prepare` brings its ids and pages.
         output: If given, it must be writable and outside the input.
         only: Relative paths of the files to keep.
 
@@ -449,7 +446,6 @@ def open_source(
 
 
 def _typed(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """Cast a column to the joint type. Raises ArrowException for values out of range."""
     own = values.type
     if own == kind:
         return values

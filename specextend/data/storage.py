@@ -114,7 +114,7 @@ class Location:
         return replace(self, path="/".join([self.path.rstrip("/"), *names]))
 
     def behind(self, gate: Checkpoint) -> Location:
-        """Return the same location with `gate` called before each write."""
+        """Return the same location with a gate."""
         return replace(self, gate=gate)
 
     def check(self) -> None:
@@ -190,7 +190,6 @@ def path_below(uri: str, name: str) -> str:
 
 
 def _split(uri: str) -> tuple[str, str, str, str]:
-    """Split a URI into scheme, authority, path (with `/`) and parameters (without `?`)."""
     scheme, _, rest = uri.partition("://")
     found = _QUERY.search(rest)
     rest, query = (rest[: found.start()], found[0][1:]) if found else (rest, "")
@@ -281,8 +280,7 @@ def read_again(
         num_bytes: Size of the file in the listing.
 
     Raises:
-        OutOfReachError: The store failed or sent fewer bytes than the file has. Any other exception
-            of `read` is about the content.
+        OutOfReachError: The store failed or sent fewer bytes than the file has.
     """
     try:
         witness = _Witness(location.filesystem.open_input_file(location.path), num_bytes)
@@ -415,7 +413,6 @@ def remove_temporary_files(folder: Location) -> None:
 
 
 def _temporary(location: Location) -> Location:
-    """Return a hidden name in the target's folder, so that renaming is atomic."""
     return location.parent.child(f".{location.name}.{secrets.token_hex(4)}.tmp")
 
 

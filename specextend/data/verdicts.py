@@ -18,7 +18,7 @@ def claims_of(answer: str, fields: Collection[str] | None) -> list[Claim]:
 
     Args:
         answer: Text, or an object of JSON.
-        fields: Fields of the object, of which the strings are claims; None for a text.
+        fields: Fields with strings that are claims; None for a text.
     """
     found: list[Claim]
     if fields is None:
@@ -32,9 +32,7 @@ def claims_of(answer: str, fields: Collection[str] | None) -> list[Claim]:
 
 
 def check_questions(prompts: Prompts, max_new_tokens: int | None) -> None:
-    """Raise ValueError if no question could be asked after outputs of `max_new_tokens` (None: any
-    number).
-    """
+    """Raise ValueError if no question fits after outputs of `max_new_tokens` (None: any number)."""
     if prompts.begins_thinking:
         raise ValueError(
             "output.verify asks for Yes or No, and the model begins by thinking: set "
@@ -63,12 +61,9 @@ def check_questions(prompts: Prompts, max_new_tokens: int | None) -> None:
 def questions_about(
     prompts: Prompts, row: Row, prompt: Prompt, fields: Collection[str] | None
 ) -> Callable[[str, list[int]], Questions]:
-    """Return a function that makes the questions about an output: see `Request.questions`.
+    """Return the function `Request.questions` for a document.
 
     Args:
-        prompts: Prompts of the task.
-        row: Document.
-        prompt: Its prompt.
         fields: As for `claims_of`.
     """
     return partial(_questions, prompts, row, prompt, fields)
@@ -98,7 +93,7 @@ def _questions(
 def verdict_rows(
     answer: str, fields: Collection[str] | None, probabilities: Iterable[float | None]
 ) -> list[Values]:
-    """Return the entries of the column `verdicts`. A claim that could not be asked has None."""
+    """Return the entries of the column `verdicts`, with probability None for claims not asked."""
     claims = claims_of(answer, fields)
     found = [*probabilities] or [None] * len(claims)
     return [

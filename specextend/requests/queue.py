@@ -15,7 +15,6 @@ class Inbox:
 
     def __init__(self) -> None:
         self._waiting: list[Request] = []
-        """Requests by falling length, then by id."""
         self._last: list[int] = []
         """First half of the last prompt; prompts with the same start share its document."""
         self._changed = threading.Condition()
@@ -53,7 +52,6 @@ def _longest_first(request: Request) -> tuple[int, str]:
 
 
 def _begins(token_ids: list[int], start: list[int]) -> bool:
-    """Return True if the tokens begin with `start`."""
     n = len(start)
     # comparing one token first avoids a copy for most prompts
     return not n or (

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 OUT_OF_MEMORY = "OutOfMemoryError"
 """Error class of a document too large for memory, for every allocator."""
 INCOMPLETE = "IncompleteAnswer"
-"""Error class of an answer with an incomplete JSON object."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,10 @@ class Summary:
     num_requests: int = 1
     """Number of parts and merges."""
     reasoning: str | None = None
-    """Reasoning before the answer; None without it."""
     confidence: list[Values] | None = None
-    """Entries of the column `confidence`; None without `output.confidence`, and for parts merged
-    by rules.
-    """
+    """Entries of the column; None without `output.confidence`, and for parts merged by rules."""
     verdicts: list[Values] | None = None
-    """Entries of the column `verdicts`; None without `output.verify`."""
+    """Entries of the column; None without `output.verify`."""
     tasks: tuple[Answered, ...] = ()
     """Outcomes of several tasks. The other fields describe the first decoded task, with the counts
     of all tasks.
@@ -67,8 +63,8 @@ class Summary:
         """Return the summary with the wall-clock time of concurrent requests.
 
         Args:
-            total_s: Seconds for all requests. They are divided into `ttft_s` and `decode_s` in the
-                ratio of the engine's time for reading and for writing.
+            total_s: Seconds for all requests, divided into `ttft_s` and `decode_s` in the ratio of
+                the engine's time for reading and for writing.
         """
         if self.part_rows is None and not self.tasks:
             return self
@@ -89,9 +85,6 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Round
     """Yield the requests for a document, round by round, and return the summary.
 
     Args:
-        config: Configuration.
-        prompts: Prompts.
-        row: Document.
         name: Document name. Request ids are `name`, or `name:N` if the document needs several.
 
     Raises:
@@ -145,7 +138,6 @@ class DecodedRow:
         self._began = math.inf
         self.ended = 0.0
         self.completions: list[Completion] = []
-        """Completions of all requests, in order."""
         self.state = advance(rounds, None)
 
     @property
@@ -184,8 +176,6 @@ def check_requests(config: RunConfig, prompts: Prompts) -> None:
 
 @dataclass(slots=True)
 class _InParts:
-    """Rounds of a document in parts."""
-
     config: RunConfig
     prompts: Prompts
     row: Row
@@ -287,7 +277,6 @@ def document_request(
 
 
 def _whole(config: RunConfig, answer: Completion, which: str = "") -> Completion:
-    """Return a checked answer. Raises DocumentError for an incomplete JSON object."""
     if config.output.schema is None:
         return answer
     if (text := whole_answer(answer.text)) is not None:

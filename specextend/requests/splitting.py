@@ -35,9 +35,7 @@ _BREAKS = tuple(
         r"\s+",
     )
 )
-"""Patterns of places to cut, best first: sections, paragraphs, sentences, lines, words. The cut is
-at the end of a match.
-"""
+"""Ends of these are places to cut, best first: sections, paragraphs, sentences, lines, words."""
 
 
 class TextSpan(NamedTuple):
@@ -51,7 +49,6 @@ def split(text: str, starts: Sequence[int] | Ints, most: int) -> list[TextSpan]:
     """Split a text into contiguous parts of similar length.
 
     Args:
-        text: Text.
         starts: First character of each token, ascending.
         most: Most tokens of a part. Only a part of one character may have more.
     """
@@ -75,7 +72,6 @@ def split(text: str, starts: Sequence[int] | Ints, most: int) -> list[TextSpan]:
 
 
 def _best_cut(text: str, least: int, wanted: int, last: int) -> int:
-    """Find the best cut after character `least` and up to `last`, near `wanted`."""
     for pattern in _BREAKS:
         places = [
             found.end()
@@ -98,7 +94,6 @@ class PartPrompts:
     """Prompts for the parts of long documents, and for merges of their summaries."""
 
     def __init__(self, prompts: Prompts):
-        """Derive the prompts from the prompts of a task and their `parts` options."""
         options = prompts.parts
         task = prompts.options.instruction
         self._most_tokens = options.tokens
@@ -106,11 +101,7 @@ class PartPrompts:
         self._merge = prompts.with_instruction(options.merge_instruction or task)
 
     def check(self, max_new_tokens: int, *, merges: bool = True) -> None:
-        """Check whether documents can be summarised in parts, and merged by the model.
-
-        Raises:
-            ValueError: A prompt has no room for a part, or for two summaries.
-        """
+        """Raise ValueError if a prompt has no room for a part, or for two summaries to merge."""
         try:
             self._size(max_new_tokens, None)
             room = self._merge.room(max_new_tokens)
@@ -205,7 +196,6 @@ class PartPrompts:
             return LEAST_TOKENS
 
     def _size(self, max_new_tokens: int, instruction: Around | None) -> int:
-        """Return the most tokens of a part."""
         room = self._part.room(max_new_tokens, instruction)
         if room < LEAST_TOKENS:
             message = f"a part has room for {room} tokens, but should have at least {LEAST_TOKENS}"
@@ -214,7 +204,6 @@ class PartPrompts:
 
 
 def _entry(text: str, number: int, count: int) -> str:
-    """Format the summary of a part for a merge."""
     return f"Part {number} of {count}:\n{text.strip()}\n\n"
 
 

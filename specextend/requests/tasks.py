@@ -56,7 +56,6 @@ def tasks_of(config: RunConfig, tokenizer: Any, limit: int) -> list[Task]:
     """Return the tasks of a run.
 
     Args:
-        config: Configuration of the run.
         tokenizer: Tokenizer of the target.
         limit: Most tokens of prompt and output.
 
@@ -72,12 +71,10 @@ def tasks_of(config: RunConfig, tokenizer: Any, limit: int) -> list[Task]:
 def answer(tasks: Sequence[Task], row: Row, name: str, earlier: Earlier | None = None) -> Rounds:
     """Yield the requests for all tasks of a document, round by round, like `summarize`.
 
-    Requests with a common prompt prefix are consecutive, so the engine reads the prefix once.
-    A failed task does not end the others.
+    Requests with a common prompt prefix are consecutive, so the engine reads the prefix once. A
+    failed task does not end the others.
 
     Args:
-        tasks: Tasks of the run.
-        row: Document.
         name: Document name, as for `summarize`.
         earlier: Answers of an earlier start, if only some tasks are repeated.
 
@@ -113,7 +110,6 @@ def answer(tasks: Sequence[Task], row: Row, name: str, earlier: Earlier | None =
 
 
 def _together(answered: tuple[Answered, ...]) -> Summary:
-    """Combine the outcomes of several tasks. Raises DocumentError if no task has a summary."""
     summaries = [state for _, _, state in answered if isinstance(state, Summary)]
     if not summaries:
         entries = _task_rows(answered)
@@ -179,10 +175,7 @@ def finished_row(
 def failed_row(
     key: DocumentKey, error: DocumentError, attempts: int, earlier: Earlier | None
 ) -> Values:
-    """Return the row of a failed document.
-
-    If an earlier start answered some tasks, the row keeps these answers.
-    """
+    """Return the row of a failed document, with the answers of an earlier start to other tasks."""
     made = asdict(error)
     if earlier and len({each["error_class"] is None for each in earlier.tasks}) == 2:
         again = {each["name"]: each for each in error.tasks or ()}
