@@ -38,7 +38,6 @@ _LIMITING = {
     "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "anyOf", "oneOf", "allOf",
     "patternProperties",
 }  # fmt: skip
-"""Keywords suggested for misspelt keywords."""
 _ALIKE = 0.85
 _LONG_TOKEN = 16
 _LIMITS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minimum", "maximum"))
@@ -138,7 +137,7 @@ def choices_of(schema: str | None) -> tuple[Choice, ...]:
 
 @lru_cache(maxsize=8)
 def closed_fields(schema: str) -> tuple[Choice, ...]:
-    """Return the fields with known values, with the JSON of each value."""
+    """Return the fields with known values, and the JSON of each value."""
     whole = json.loads(schema)
     fields = {name: _values(field, whole) for name, field in _properties(whole).items()}
     return tuple(

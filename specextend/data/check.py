@@ -52,13 +52,12 @@ from specextend.data.storage import Location, atomic_output, in_order
 MAX_GROUP_BYTES = 1 << 30
 """Largest memory for the document columns of a row group, which a worker holds."""
 MOST_PROBLEMS = 5
-"""Number of files described in a message."""
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _INTEGER = re.compile(r"-?[0-9]{1,9}")
 
 
 def ask(location: Location, name: str) -> fs.FileInfo:
-    """Return the info of a file. Raises InputUnreachableError if the store does not answer."""
+    """Return the info of a file. Raises InputUnreachableError."""
     try:
         return location.info
     except OSError as error:
@@ -71,7 +70,7 @@ def check_input(
     """Check all files in parallel.
 
     Returns:
-        The files with their row counts, the passthrough fields, and the filter fields.
+        The files, the passthrough fields, and the filter fields.
 
     Raises:
         InputError: Some files are unusable; the message lists them.
@@ -302,10 +301,7 @@ def _check_fields(what: str, kind: pa.DataType, names: Iterable[str]) -> None:
 def _joint_type(
     option: str, column: str, schemas: Mapping[str, pa.Schema], in_paths: Mapping[str, pa.DataType]
 ) -> pa.DataType:
-    """Return a type for a column's values in all files.
-
-    Files without the column, or without values in it, take the type of the others.
-    """
+    """Return a type for a column's values in all files."""
     own = {
         name: schema.field(column).type
         for name, schema in schemas.items()
@@ -347,9 +343,7 @@ def partition_values(relative_path: str) -> dict[str, str | None]:
 
 
 def partition_types(relative_paths: Iterable[str]) -> dict[str, pa.DataType]:
-    """Return the type of each column in the paths, as pyarrow does: int32 for integers, else
-    string.
-    """
+    """Return the type of each column in the paths, as pyarrow does: int32 or string."""
     values: dict[str, set[str]] = {}
     for path in relative_paths:
         for name, value in partition_values(path).items():
@@ -361,9 +355,7 @@ def partition_types(relative_paths: Iterable[str]) -> dict[str, pa.DataType]:
 
 
 def partition_column(relative_path: str, column: str, kind: pa.DataType, num_rows: int) -> pa.Array:
-    """Return a path's value of a column for each row, or nulls. Raises ArrowException for another
-    type.
-    """
+    """Return a path's value of a column for each row, or nulls. Raises ArrowException."""
     value = partition_values(relative_path).get(column)
     if value is None:
         return pa.nulls(num_rows, kind)
@@ -371,10 +363,8 @@ def partition_column(relative_path: str, column: str, kind: pa.DataType, num_row
 
 
 def repartition(path: str, output: str) -> int:
-    """Rewrite Parquet files in row groups of about 16 MiB; return the number of files.
-
-    Args:
-        output: Folder for files of the same names.
+    """Rewrite Parquet files under the same names in row groups of about 16 MiB; return their
+    number.
 
     Raises:
         InputError: A file cannot be read.
@@ -428,7 +418,7 @@ def guess_columns(path: str) -> Guess:
     """Guess columns from the first rows of a file, and the footers of a few more.
 
     Raises:
-        InputError: There is no file, no column of texts, or the text has a wrong type.
+        InputError: There is no file or no column of strings with texts.
     """
     listing = list_input(path)
     name = listing.relative_paths[0]
@@ -523,9 +513,8 @@ def _difference(listing: Listing, schema: pa.Schema) -> str:
 
 
 def _mean_length(values: pa.ChunkedArray) -> float:
-    """Return the mean number of characters per row, nested strings included.
-
-    Bytes count only if they are UTF-8, which excludes images.
+    """Return the mean number of characters per row. Bytes count only if they are UTF-8, unlike
+    images.
     """
     total = 0
     for leaf in (leaf for chunk in values.chunks for leaf in plain_leaves(chunk)):

@@ -58,7 +58,6 @@ class CommitWriter:
 
     Args:
         run_id: 8 hexadecimal digits.
-        fingerprint: Fingerprint of the run.
         origin: Provenance of the rows.
     """
 
@@ -148,7 +147,7 @@ def commit_order(name: str) -> tuple[int, str]:
 
 
 MOST_BYTES = 64 << 20
-"""Stored bytes of commits that are read ahead; they take a few times as much memory."""
+"""Stored bytes of commits read ahead, which take a few times as much memory."""
 _MOST_ROWS = 1 << 32
 _ERROR_COLUMNS = {*KEY_COLUMNS, *ERROR_SCHEMA.names, "tasks"}
 OPEN = 0
@@ -159,14 +158,11 @@ DONE = 3
 
 
 class Earlier(NamedTuple):
-    """Earlier answers to a document with tasks to repeat."""
+    """Earlier answers to a document, `again` the names of tasks to repeat."""
 
     tasks: list[Values]
-    """Entries of the column `tasks`."""
     again: frozenset[str]
-    """Names of the tasks to repeat."""
     document: Values
-    """Columns of the document as a whole."""
 
 
 class KeptTasks:
@@ -207,13 +203,11 @@ class Progress:
     final: frozenset[DocumentKey] = frozenset()
     """Rows of `errors` that are not retryable."""
     attempts: dict[DocumentKey, int] = field(default_factory=dict)
-    """Number of attempts of `errors` by key."""
     work: DecodingStats = field(default_factory=DecodingStats)
     """Sums of `_WORK_COLUMNS` over `done`."""
     num_partial: int = 0
     """Number of `errors` with some answers."""
     kept: KeptTasks = field(default_factory=KeptTasks, compare=False)
-    """Answers of rows with tasks to repeat."""
 
 
 def read_commits(
@@ -221,9 +215,7 @@ def read_commits(
     fingerprint: str = "",
     retry_errors: Retry = "none",
 ) -> Progress:
-    """Read the progress of a run.
-
-    Reads all columns, so that damage is found before a worker starts.
+    """Read the progress of a run: all columns, so that damage is found before a worker starts.
 
     Args:
         fingerprint: Fingerprint of the run; empty for that of the manifest.
@@ -362,7 +354,7 @@ class Settled:
         return np.pad(known, (0, num_rows - len(known)))
 
     def count(self) -> tuple[int, int]:
-        """Return the number of done and of failed rows, counting partly done rows as failed."""
+        """Return the number of done and of failed rows; partly done rows count as failed."""
         done, partial, failed = (
             sum(int((each == state).sum()) for each in self._states.values())
             for state in (DONE, PARTIAL, FAILED)

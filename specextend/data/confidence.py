@@ -95,7 +95,6 @@ class _Ends:
 
 
 def _leaves(text: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the spans of inner values, without the quotes of strings."""
     if text[begin] in "{[":
         for _, first, last in json_values(text, begin):
             yield from _leaves(text, first, last)

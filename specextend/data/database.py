@@ -46,7 +46,7 @@ class Database:
         self._connection = connect(memory_limit="128MB", temp_directory=folder)
 
     def add(self, given: pa.Table, *statements: str) -> list[Values]:
-        """Execute statements on a table called `given`; return the rows of the last statement."""
+        """Execute statements on a table called `given`; return the rows of the last."""
         self._connection.register("given", given)
         [*_, rows] = map(self.select, statements)
         self._connection.unregister("given")
@@ -142,14 +142,7 @@ def _database() -> duckdb.DuckDBPyConnection:
 
 @cache
 def filter_columns(text: str, option: str = "input.filter") -> tuple[str, ...]:
-    """Return the columns of a condition.
-
-    Args:
-        option: Name of the option in messages.
-
-    Raises:
-        ValueError: The text is not a condition on one row.
-    """
+    """Return the columns of a condition, called `option` in messages. Raises ValueError."""
     cursor = _database().cursor()
     [parsed] = cursor.execute(_PARSE, [f"SELECT (\n{text}\n)"]).fetchall()
     error, kinds, functions, types, columns = parsed
@@ -180,9 +173,6 @@ def _refused(kinds: list[str], functions: list[str], types: list[str]) -> str | 
 
 def matches(text: str, table: pa.Table, option: str = "input.filter") -> NDArray[np.bool_]:
     """Return a mask [N] of the rows that match; null does not match.
-
-    Args:
-        option: Name of the option in messages.
 
     Raises:
         ValueError: A value does not fit the condition.

@@ -19,7 +19,6 @@ from specextend.data.numerals import Date, Figure, figures_of, lowered
 
 Found = Literal["yes", "rounded", "derived", "no"]
 _NEAR = 100
-"""Characters compared on both sides of a figure."""
 _MOST_PLACES = 20
 _LEAST_SHARED = 3
 """Fewest shared words for a derived figure, or one of two digits, since small figures are
@@ -116,7 +115,7 @@ class FigureIndex:
     def _most_alike(
         self, figure: Figure, places: Iterable[Figure], around: set[str]
     ) -> Figure | None:
-        """Return the best place of a figure: same unit first, then most words in common."""
+        """Return the best place: same unit first, then most words in common."""
         fitting = (each for each in places if _may_be(figure, each))
         ranked = [
             (each.unit == figure.unit, _num_in(self._near(each), around), each)

@@ -60,7 +60,7 @@ from specextend.data.source import Source
 from specextend.data.storage import Location, atomic_output, delete, file_sizes, in_order
 
 MOST_BYTES = 256 << 20
-"""Memory for results that are written by several threads."""
+"""Memory for results written by several threads."""
 _HELD_BYTES = 32 << 20
 """Largest result of a file that waits for a thread. Larger files are written one by one."""
 _DIGEST = b"specextend.results"
@@ -146,7 +146,7 @@ def _reconcile(source: Source, settled: Settled) -> Counts:
 
 
 class _Folder:
-    """A folder of results, with their rows and the commits of each file.
+    """Results of a folder, with the commits of each file.
 
     Commits never change, so equal commits mean equal results, except for generic answers.
     """
@@ -315,7 +315,6 @@ class _Ending:
 
 
 BUFFER_BYTES = 64 << 20
-"""Bytes of rows sorted in memory before they go to temporary files."""
 _BATCH_BYTES = 768 << 10
 _ORDER = "order"
 """Sort key: file number in the upper bits, row number in the lower bits."""

@@ -148,7 +148,7 @@ def num_input_rows(manifest: ReadOnly) -> int:
 
 
 ABOUT_INPUT = ("input file ", "selected rows: ")
-"""Prefixes of the lines of `differences` about the input."""
+"""Prefixes of lines of `differences` about the input."""
 
 
 def write_manifest(output: Location, manifest: ReadOnly) -> None:

@@ -14,9 +14,8 @@ from specextend.data.schema import WORDS
 
 GENERIC = "generic"
 LEAST_ANSWERS = 5
-"""Fewest answers of a task for the flag."""
 MOST_OTHERS = 0.1
-"""Largest share of other answers with a rare word."""
+"""Largest share of other answers that have a rare word."""
 LEAST_RARE = 0.15
 """Share of rare words from the document, below which an answer is generic."""
 LEAST_HELD = 0.5
@@ -24,10 +23,8 @@ LEAST_HELD = 0.5
 translations differ from their documents.
 """
 WORD_COLUMNS = ("file", "row", "doc_id", "words", "tasks")
-"""Columns of results for `RunWords`."""
 _WORDS_OF_TASKS = pa.list_(pa.struct([("name", "string"), ("words", WORDS)]))
 _MOST_WAITING = 4 << 20
-"""Bytes of words per insert."""
 _TABLE = """
     CREATE TABLE answers
         (file INT, "row" BIGINT, doc_id TEXT, task TEXT, held TEXT[], other TEXT[])
@@ -83,9 +80,7 @@ class RunWords:
             self._insert()
 
     def flagged(self) -> Iterator[Values]:
-        """Yield `file`, `row`, `doc_id` and `tasks` (`[""]` without several tasks) of documents
-        with a generic answer.
-        """
+        """Yield `file`, `row`, `doc_id` and `tasks` (`[""]` for one task) of generic answers."""
         self._insert()
         return self._database.stream(_FLAGGED)
 
@@ -97,11 +92,7 @@ class RunWords:
 
 
 def with_flags(results: pa.Table, flagged: Mapping[int, Sequence[str]]) -> pa.Table:
-    """Add the flag to results of one input file.
-
-    Args:
-        flagged: Tasks with a generic answer, by row number.
-    """
+    """Add the flag to results of an input file, of which `flagged` has the tasks by row number."""
     if flagged.keys().isdisjoint(results["row"].to_pylist()):
         return results
     rows = results.to_pylist()

@@ -64,7 +64,6 @@ class DocumentError(Exception):
         error_class: `NullText`, `BadId`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`,
             `BadOptions`, `BadPages`, `BadInstruction`, `PromptTooLong`, `IncompleteAnswer`, or the
             class of an engine failure.
-        doc_id: Set by `RowReader.read`, like `content_sha256`.
         summary: Text of an unfinished answer (`IncompleteAnswer`).
         tasks: Answers of the run's other tasks.
     """
@@ -282,12 +281,12 @@ class OutputOptions:
 
     @property
     def evidence_for(self) -> frozenset[str] | None:
-        """Fields to find in the document; None if not wanted."""
+        """Fields to find in the document, or None."""
         return self.free_fields if self.sources else None
 
     @property
     def figures_for(self) -> frozenset[str] | None:
-        """Fields with figures to find, empty for a text; None if not wanted."""
+        """Fields with figures to find, empty for a text, or None."""
         if not self.figures:
             return None
         kinds = ("string", "number", "integer")
@@ -300,7 +299,6 @@ class InputFile:
 
     number: int
     relative_path: str
-    """Path below the input's root, with `/`."""
     size: int
     group_rows: tuple[int, ...]
     largest_group_bytes: int
@@ -313,7 +311,7 @@ class InputFile:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in the file."""
+        """Number of rows."""
         return sum(self.group_rows)
 
     @property

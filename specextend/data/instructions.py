@@ -86,7 +86,6 @@ _ENVIRONMENT.globals.clear()  # every name is a column
 del _ENVIRONMENT.filters["random"]
 _ENVIRONMENT.filters |= {name: _listed(each) for name, each in _ENVIRONMENT.filters.items()}
 _HERE_AND_NOW = ("now", "today", "utcnow", "astimezone", "timestamp", "fromtimestamp")
-"""Methods of times that depend on the clock or time zone."""
 _WORDS = ("self", "none", "true", "false")
 _AROUND_DOCUMENT = (nodes.Output, nodes.If, nodes.For, nodes.With)
 """Nodes that may contain `{{ document }}`, because they do not inspect their output."""
@@ -103,7 +102,6 @@ class Instruction:
 
     Args:
         key: Configuration key, for error messages.
-        source: Template.
         place: Name of the document in the template.
 
     Raises:
@@ -144,8 +142,8 @@ class Instruction:
         """Return the text before and after the document, from the values of `columns`.
 
         Raises:
-            DocumentError: `BadInstruction`, if the values do not fit the template, or the result
-                has several places for the document.
+            DocumentError: `BadInstruction`, if the values do not fit, or the document has several
+                places.
         """
         row = mended(values, decodes=True)
         try:
@@ -188,7 +186,6 @@ def _paths(tree: nodes.Template) -> Iterator[tuple[str, ...]]:
 
 
 def _path(node: nodes.Node) -> tuple[str, ...]:
-    """Return the names in `a.b` or `a["b"]`; () for other expressions."""
     match node:
         case nodes.Name(name=name):
             return (name,)
@@ -202,9 +199,8 @@ def _path(node: nodes.Node) -> tuple[str, ...]:
 
 
 def around_document(instruction: str) -> Around:
-    """Return the text before and after the document of an instruction from a row.
-
-    The instruction is data, not a template: only the place of the document is replaced.
+    """Return the text before and after the document of an instruction from a row, which is no
+    template.
 
     Raises:
         DocumentError: `BadInstruction`, for several places.

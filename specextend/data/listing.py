@@ -21,7 +21,6 @@ from specextend.data.run_folder import SUMMARIES, result_name
 from specextend.data.storage import Location, is_passing, is_uri, resolve
 
 PARQUET = (".parquet", ".pq", ".parq")
-"""Extensions of Parquet files in a folder, in any case."""
 _TABLES = {"_delta_log": "a Delta", ".hoodie": "a Hudi", "metadata": "an Iceberg"}
 """Folders with the logs of table formats, which say which files count."""
 _COPY = """duckdb -c "COPY (FROM %s_scan('{}')) TO 'documents.parquet' (ROW_GROUP_SIZE 2048)\""""
@@ -38,18 +37,18 @@ _HIDDEN = ("_", ".")
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of an input path, sorted by path."""
+    """The files of an input path."""
 
     root: Location
     """The folder, the fixed part of the glob, or the file's folder."""
     pattern: tuple[str, ...]
     """Path components of the file or glob below the root; empty for a folder."""
     sizes: Mapping[str, int]
-    """Bytes of each file by path below the root."""
+    """Bytes of each file by path below the root, in order."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Number of ignored files by extension, without hidden files."""
     num_repeated: int = 0
-    """Number of symbolic links to files that are listed already."""
+    """Number of symbolic links to files already listed."""
 
     @property
     def relative_paths(self) -> tuple[str, ...]:
@@ -289,10 +288,7 @@ def _local_files(
     recursive: bool,
     hidden: tuple[str, ...],
 ) -> Iterator[FoundFile]:
-    """Yield the files of a local folder.
-
-    Links into a folder of `real`, the chain of real parent paths, are not followed.
-    """
+    """Yield the files of a local folder, without following links into `real`, its real parents."""
     if not os.path.isdir(folder):
         return
     with os.scandir(folder) as found:

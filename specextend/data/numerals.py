@@ -44,7 +44,6 @@ class Figure(NamedTuple):
     parts: tuple[Figure, ...] = ()
     """Figures to try instead if its spaces do not separate thousands."""
     power: int = 0
-    """Power of ten of its scale."""
     is_claimed: bool = True
     """False for unlikely figures: `one`, and numbers of names and lists."""
 
@@ -95,7 +94,6 @@ _NUMBERS = {
 }
 _ARTICLES = frozenset(("a", "an", "one", "ein", "eine", "einen", "un", "une"))
 _ONES = frozenset(("one", "ein", "un"))
-"""Articles that continue a number."""
 _PARTS = _each(
     {
         2: "half hälfte moitié",
@@ -216,7 +214,6 @@ def lowered(text: str) -> str:
 
 
 def _in_words(low: str) -> Iterator[Figure]:
-    """Yield dates with names of months, and numbers in words."""
     run: list[re.Match[str]] = []
     for word in _WORD.finditer(low):
         if word.group() not in _KNOWN:
@@ -279,7 +276,6 @@ def _spoken(low: str, run: Sequence[re.Match[str]]) -> Iterator[Figure]:
 
 
 def _goes_on(name: str, number: int, current: int) -> bool:
-    """Return True if a word continues a number. Its last scale will multiply `current`."""
     tens = current % 100
     if name.startswith("vingt"):
         return tens in (0, 4)

@@ -15,7 +15,7 @@ _FIELDS = ("page", "last_page")
 
 
 def is_pages(kind: pa.DataType) -> bool:
-    """Return True if a column of this type may be `input.pages_column`."""
+    """Return True for a valid type of `input.pages_column`."""
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     return pa.types.is_null(kind) or (is_list and pa.types.is_integer(kind.value_type))
 
@@ -44,7 +44,6 @@ def with_pages(columns: ReadOnly, starts: Sequence[int]) -> Values:
     """Return columns of an answer in which each place names its page.
 
     Args:
-        columns: Columns of the answer by name.
         starts: Offsets at which the pages begin; empty for a document without pages.
     """
     return dict(columns) | {

@@ -28,11 +28,11 @@ _GROUP_ROWS = 4096
 
 
 Damaged = Callable[[Exception], Exception]
-"""Converts a read error into the error for a damaged file."""
+"""Makes the error for a damaged file from a read error."""
 
 
 def damaged_as(kind: type[Exception], location: Location, way_out: str) -> Damaged:
-    """Return a converter to a one-line error that ends with `way_out`."""
+    """Return a function that makes one-line errors ending with `way_out`."""
     return lambda error: kind(f"{location.path} is damaged ({one_line(error)}); {way_out}")
 
 
@@ -42,11 +42,9 @@ def read_file(
     damaged: Damaged,
     num_bytes: int | None = None,
 ) -> Value:
-    """Return the result of `read`. A file that does not parse is read twice.
+    """Return the result of `read` for an open file. A file that does not parse is read twice.
 
     Args:
-        location: The file.
-        read: Reads the open file.
         damaged: Makes the error for a damaged file.
         num_bytes: Size of the file in the listing.
 
@@ -74,7 +72,7 @@ def read_stream(
     num_bytes: int | None = None,
     compact: Sequence[str] = (),
 ) -> Iterator[pa.Table]:
-    """Yield tables from a file of any size. Arguments and errors are as for `read_file`.
+    """Yield tables from a file of any size; as `read_file` otherwise.
 
     Tables cannot be taken back after an error. If a second reading succeeds, the file was briefly
     out of reach.
@@ -113,7 +111,7 @@ def open_parquet(
     """Open a file for streaming.
 
     Args:
-        compact: Text columns to read as dictionaries, which hold repeated values once.
+        compact: Text columns to read as dictionaries.
         int96_unit: Unit of INT96 times. Nanoseconds cover only the years 1678 to 2262.
     """
     is_place = isinstance(source, Location)
@@ -140,7 +138,7 @@ def leaves(parquet: pq.ParquetFile, columns: Iterable[str]) -> list[int]:
 
 
 def compact_columns(parquet: pq.ParquetFile, columns: list[str]) -> set[str]:
-    """Return the text columns readable as dictionaries; reads a row per row group."""
+    """Return the text columns readable as dictionaries."""
     texts = (field for field in parquet.schema_arrow if is_text(field.type))
     found = {field.name for field in texts if not pa.types.is_dictionary(field.type)} & {*columns}
     for number in range(parquet.metadata.num_row_groups):
@@ -257,7 +255,7 @@ def largest_group_bytes(parquet: pq.ParquetFile, columns: list[str]) -> int:
 
 
 def _stored_bytes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> int:
-    """Return the uncompressed size of `columns` in a row group, or of the whole group if small."""
+    """Return the uncompressed bytes of `columns` in a row group, or of the whole group if small."""
     group = parquet.metadata.row_group(number)
     if group.total_byte_size <= BATCH_BYTES:
         return max(0, group.total_byte_size)
@@ -309,8 +307,8 @@ def is_bytes(kind: pa.DataType) -> bool:
 def joint_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     """Return a type for the values of both types; individual values may still not fit.
 
-    Dictionaries and views are decoded, and the first time zone wins. Raises ArrowTypeError if there
-    is none: text never becomes bytes, nor a decimal a float.
+    Dictionaries and views are decoded, and the first time zone wins. Text never becomes bytes, nor
+    a decimal a float. Raises ArrowTypeError if there is none.
     """
     if one == other:
         return one
@@ -391,7 +389,7 @@ def gathered(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 def write_groups(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
     """Write tables in row groups of reasonable size, since a writer holds metadata of each.
 
-    Tables with dictionaries are not joined: each has different ones.
+    Dictionaries differ between tables, so tables with dictionaries are not joined.
     """
     has_dictionary = any("dictionary<" in str(field.type) for field in schema)
     filled = (table for table in tables if len(table))

@@ -9,11 +9,9 @@ from specextend.data.storage import Location, read_bytes
 
 PART_NAME = re.compile(r"part-\d{6,}-[0-9a-f]{8}\.parquet")
 PAGE_STARTS = "page_starts"
-"""Column with the offsets in the text at which the pages of a document begin."""
 PAGE_LABELS = "page_labels"
-"""Column with the labels of the pages."""
 ERRORS = "_errors.jsonl"
-"""File with a line per file or row that is missing in the data set."""
+"""File with a line for each `Failure`."""
 LEFT_OUT = "left out"
 GONE = "gone"
 """Reasons that are not failures: ignored by name, or deleted since."""

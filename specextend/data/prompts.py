@@ -29,7 +29,7 @@ from specextend.data.instructions import PLACE, Around, Instruction, around_docu
 
 LengthPolicy = Literal["error", "head", "tail", "middle", "parts"]
 PIECE_CHARACTERS = 1 << 18
-"""Length of the tokenized pieces of a long document. A call takes about 100 bytes per character."""
+"""Length of tokenized pieces of a long document. A call takes about 100 bytes per character."""
 _LEAST_PIECES = 4
 _WINDOW = 2048
 """Characters on both sides of a cut that are tokenized to check it."""
@@ -57,11 +57,11 @@ _CHANCE = re.compile(r"\| *random\b|\blipsum\(|<[\w ,.'<>-]+ at 0x[0-9a-f]{6,}>"
 """Random filters and memory addresses, which chat templates must not contain."""
 _PROBE = "\u20630" * 50_000
 _MARKS = range(0xE000, 0xF8FF)
-"""Private-use characters, each for one message in the check of a template."""
+"""Private-use characters for messages in the check of a template."""
 _STAND_INS = range(0xF0000, 0xFFFFE)
-"""Private-use characters that replace the first characters of control tokens in documents."""
+"""Private-use characters for the first characters of control tokens in documents."""
 _JOINT = 256
-"""Characters at the end of a document by which the tokens after it are found."""
+"""Last characters of a document, by which the tokens after it are found."""
 ANSWERS = ("Yes", "No")
 _ANCHOR = "\n"
 """Text before a piece, because tokenizers may treat the start of a text specially."""
@@ -69,7 +69,7 @@ _ANCHOR = "\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """Example turn: a user message with a document, and the right answer."""
+    """A user message with a document, and the right answer."""
 
     user: str
     assistant: str
@@ -110,9 +110,7 @@ class PromptOptions:
 
     @property
     def question(self) -> Around:
-        """Return the text before and after the sentence in `verification`. Raises ValueError if it
-        is no template.
-        """
+        """Return the text before and after the sentence in `verification`. Raises ValueError."""
         template = Instruction("prompt.verification", self.verification, "sentence")
         if template.columns:
             raise ValueError(
@@ -123,7 +121,7 @@ class PromptOptions:
 
     @property
     def template(self) -> Instruction:
-        """Return the instruction as a template. Raises ValueError if it is none."""
+        """Return the instruction as a template. Raises ValueError."""
         return Instruction("prompt.instruction", self.instruction)
 
 
@@ -159,11 +157,7 @@ class PartOptions:
 
 
 def describe_cut(num_cut: int, num_documents: int, unread: float) -> list[str]:
-    """Describe in a line the documents that a length policy cuts; [] if it cuts none.
-
-    Args:
-        unread: Unread fraction of all tokens.
-    """
+    """Describe the documents that a length policy cuts; [] if it cuts none."""
     if not num_cut:
         return []
     return [
@@ -186,7 +180,7 @@ class Prompt:
 
 
 class PromptTooLongError(DocumentError):
-    """A document that does not fit under the policies `error` and `parts`."""
+    """A document does not fit under the policies `error` and `parts`."""
 
 
 class Prompts:
@@ -194,7 +188,6 @@ class Prompts:
 
     Args:
         tokenizer: Fast tokenizer of transformers.
-        options: Options of the prompt.
         limit: Most tokens of prompt and output (`Engine.max_tokens`).
         parts: Options of the length policy `parts`.
 
@@ -255,7 +248,6 @@ class Prompts:
         after cuts.
 
         Args:
-            text: Document.
             max_new_tokens: Output limit of the document.
             instruction: Instruction of the document; None for the instruction of the task.
 
@@ -292,7 +284,7 @@ class Prompts:
         Args:
             prompt: Prompt from `render`.
             text: Document.
-            instruction: Instruction of the document, as for `render`.
+            instruction: As for `render`.
             asked: Questions.
 
         Returns:
@@ -390,7 +382,7 @@ class Prompts:
     def encode_pieces(self, text: str) -> Iterator[list[int]]:
         """Tokenize a document piece by piece; up to the length of four pieces in one call.
 
-        The pieces have the tokens of the whole text if no token depends on text more than 2,048
+        The tokens are those of the whole text if no token depends on text more than 2,048
         characters away. In an endless word, tokens beside a cut may differ.
         """
         for begin, end in self._pieces(text):
@@ -433,7 +425,7 @@ class Prompts:
     def _encode(
         self, text: str, instruction: Around | None, most: int, question: str | None = None
     ) -> tuple[list[int], int]:
-        """Tokenize the prompt of a document; return `most` tokens and the number of all."""
+        """Tokenize a prompt; return `most` tokens and the number of all."""
         try:
             rendered = self._rendered(text, instruction, question)
         except ValueError as error:
@@ -448,7 +440,7 @@ class Prompts:
     def _rendered(
         self, text: str, instruction: Around | None = None, question: str | None = None
     ) -> str:
-        """Render the prompt of a document, or of a question in place of the text after it.
+        """Render a document, or a question in place of the text after it.
 
         Only control tokens of the template get their names. The template sees data with stand-ins
         for the first characters of control tokens.
@@ -483,10 +475,7 @@ def cut(text: str, starts: NDArray[np.int64], room: int, policy: LengthPolicy) -
     """Cut a text to at most `room` tokens at whole characters.
 
     Args:
-        text: Text.
         starts: First character of each token [N], ascending.
-        room: Most tokens to keep.
-        policy: Part of the text to keep.
 
     Returns:
         Range of dropped characters, and number of kept tokens.
@@ -513,10 +502,8 @@ def _places(text: str, end: int) -> Iterator[int]:
 
 
 def template_source(tokenizer: Any, options: PromptOptions) -> str:
-    """Return the chat template of a model, or else a plain template.
-
-    Raises:
-        ValueError: The model has several templates without a default.
+    """Return the chat template of a model, or else a plain template. Raises ValueError if the model
+    has several without a default.
     """
     if not tokenizer.chat_template:
         return _PLAIN
@@ -540,7 +527,7 @@ def with_time(options: PromptOptions, tokenizer: Any, recorded: str | None) -> P
 
 
 _Turn = tuple[str, str, str]
-"""Message: configuration key, role and content."""
+"""Configuration key, role and content."""
 
 
 class _Chat:
@@ -668,9 +655,8 @@ def _with(value: Any, key: Any, put: Callable[[Any], Any], other: Any) -> Any:
 
 @contextmanager
 def _at_most(limit_s: float) -> Iterator[None]:
-    """Raise TimeoutError in a block that takes longer, on the main thread only.
-
-    A run renders its template there first.
+    """Raise TimeoutError in a block that takes longer, on the main thread, where a run renders
+    first.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -64,16 +64,16 @@ class Quality(NamedTuple):
 
     quality_flags: list[str]
     copied_fraction: float | None
-    """Share of runs of 8 words found in the document; None for shorter summaries."""
+    """Share of runs of 8 words found in the document; None without such runs."""
     rouge1: float | None = None
     rouge2: float | None = None
     rougeL: float | None = None  # noqa: N815 (the name of the column)
     evidence: list[Values] | None = None
-    """Places of an answer's strings in the document (`find_evidence`)."""
+    """See `find_evidence`."""
     sources: list[Values] | None = None
-    """Passages that support each sentence (`find_sources`)."""
+    """See `find_sources`."""
     figures: list[Values] | None = None
-    """Places of figures in the document (`find_figures`)."""
+    """See `find_figures`."""
 
 
 def assess(
@@ -168,9 +168,7 @@ def _runs(words: Sequence[str], length: int) -> Iterator[tuple[str, ...]]:
 
 
 def _is_of_examples(text: str, examples: Collection[str], read: Sequence[str]) -> bool:
-    """Return True if half of an answer's words come from examples, in runs of 3, and not from the
-    document.
-    """
+    """Return True if half of an answer's words come from examples, and not from the document."""
     known = {run for example in examples for run in _runs(split_words(example), EXAMPLE_WORDS)}
     strings = [text]
     with suppress(ValueError, RecursionError):
@@ -358,7 +356,7 @@ def strings_of(value: Any, field: str) -> Iterator[tuple[str, str]]:
 
 MOST_PASSAGES = 3
 LEAST_LIKENESS = 0.15
-"""Lowest BM25 of a source. It separates most sources from other passages."""
+"""Lowest BM25 of a source, which separates most sources from other passages."""
 _RUN = 4
 """Letters in a run. Inflected words share most runs."""
 _SENTENCE_END = regex.compile(
@@ -425,7 +423,6 @@ def sentences_of(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _passages(text: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each sentence in a part of a text, long sentences in stretches."""
     cuts = [found.span() for found in _SENTENCE_END.finditer(text, begin, end)]
     for stop, following in [*cuts, (end, end)]:
         for found in _STRETCH.finditer(text, begin, stop):

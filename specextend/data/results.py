@@ -88,7 +88,6 @@ def add_redone(
     Args:
         output: Folder of the run.
         options: Options with the condition `redo`.
-        files: Current input files.
         checkpoint: Called after each table; may raise.
 
     Raises:

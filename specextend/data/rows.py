@@ -38,13 +38,12 @@ class Row:
     """Instruction of the row, or of the run with the row's values; None for the run's instruction.
     """
     others: tuple[Around | None, ...] = ()
-    """Instructions of further tasks."""
     sampling: ReadOnly = field(default_factory=dict)
     """Fields of SamplingParams that differ from the run."""
     page_starts: Sequence[int] = ()
     """Offsets in `text` at which pages begin; empty without pages."""
     passed: pa.Table | None = field(default=None, compare=False, repr=False)
-    """Passthrough columns named by rules; None without any."""
+    """Passthrough columns named by rules."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,7 @@ class RowReader:
         """Make a row from column values, with texts as bytes.
 
         Raises:
-            DocumentError: The text is null, empty or not UTF-8, or pages or an option of the row
-                are invalid.
+            DocumentError: The text, its pages or an option of the row are invalid.
         """
         options = self.options
         try:
@@ -114,7 +112,7 @@ class RowReader:
         )
 
     def page_starts(self, values: ReadOnly, text: str) -> Sequence[int]:
-        """Return the offsets of a row's pages; empty without pages. Raises DocumentError."""
+        """Return the offsets of a row's pages. Raises DocumentError."""
         column = self.options.pages_column
         return check_pages(values[column], text) if column else ()
 
@@ -140,7 +138,6 @@ class RowReader:
         return given if isinstance(given, dict) else {"max_new_tokens": given}
 
     def _instructions(self, values: ReadOnly) -> list[Around | None]:
-        """Return the instruction of the row, or each of the run's with the row's values."""
         asked = self._asked(values)
         if not asked:
             own = [each.around(values) if each.columns else None for each in self.templates]
@@ -159,7 +156,7 @@ class RowReader:
 
 
 def own_options(values: ReadOnly) -> Values:
-    """Return the non-null options of a row. Raises DocumentError for a value out of range."""
+    """Return the non-null options of a row. Raises DocumentError."""
     own = {name: value for name, value in values.items() if value is not None}
     if "stop" in own:
         own["stop"] = tuple(mended(own["stop"], decodes=True))

@@ -40,7 +40,7 @@ def broken_rules(output: OutputOptions, made: ReadOnly, passed: pa.Table | None)
 
     Args:
         made: Columns of the document's row.
-        passed: Passthrough columns named by rules, as a table of one row.
+        passed: Passthrough columns named by rules, in one row.
     """
     if not output.rules:
         return []

@@ -39,12 +39,11 @@ def _place(*names: str) -> Callable[[Location], Location]:
 
 
 records_folder = _place("_run")
-"""Folder of all records needed to resume."""
 manifest_file = _place("_run", "manifest.json")
 
 
 def lock_file(output: Location) -> Location:
-    """Return the place of the lock. It has no gate, because the gate checks the lock."""
+    """Return the place of the lock, without a gate, because the gate checks the lock."""
     return Location(output.filesystem, output.child("_run", "lock").path)
 
 
@@ -52,7 +51,6 @@ commits_folder = _place("_run", "parts")
 audit_file = _place("audit.json")
 starts_folder = _place("_run", "attempts")
 selection_file = _place("_run", "selection.parquet")
-"""Chosen rows of a run that depends on other runs."""
 summaries_folder = _place(SUMMARIES)
 errors_folder = _place(ERRORS)
 
@@ -100,16 +98,14 @@ def _refuse_links(folders: list[Location]) -> None:
 
 
 def inner_run(output: Location, folder: str, name: str) -> Location:
-    """Return the place of a run in `folder` (ADDED or REDONE). Raises ValueError for a symbolic
-    link.
-    """
+    """Return a run in `folder` (ADDED or REDONE). Raises ValueError for a symbolic link."""
     place = output.child(folder, name)
     _refuse_links([place.parent, place])
     return place
 
 
 def inner_runs(output: Location, folder: str) -> list[Location]:
-    """List the runs in `folder` of another run. Raises ValueError for a symbolic link."""
+    """List the runs in `folder`. Raises ValueError for a symbolic link."""
     return [inner_run(output, folder, name) for name in list_folders(output.child(folder))]
 
 
@@ -166,7 +162,7 @@ def _read_valid(location: Location, kind: type[Record]) -> Record | None:
 
 
 def write_audit(output: Location, found: Values) -> None:
-    """Write the result of an audit for reports."""
+    """Write the result of an audit."""
     write_bytes(audit_file(output), (json.dumps(found, indent=2) + "\n").encode())
 
 
@@ -176,7 +172,7 @@ def read_audit(output: Location) -> Values | None:
 
 
 def parse_record(kind: type[Record], data: bytes) -> Record | None:
-    """Parse a JSON object, ignoring unknown fields; None if invalid."""
+    """Parse a JSON object; None if invalid."""
     with suppress(ValueError):
         return TypeAdapter(kind).validate_json(data, strict=True)
     return None
@@ -223,7 +219,6 @@ class WorkerRecord:
     begun: _Time | None
     """Start of the process, and of the use of resources."""
     ready: _Time | None
-    """Time when the models were loaded."""
     gone: _Time | None
     reason: str | None
     name: str | None = None
@@ -262,7 +257,6 @@ class Start:
     """Time of the last write, in seconds since the epoch."""
     workers: tuple[WorkerRecord, ...] | None = None
     planned_gib: FiniteFloat | None = None
-    """Planned memory of a worker."""
     gpus_per_worker: FiniteFloat | None = None
     price_per_worker_hour: FiniteFloat | None = None
     git_commit: str | None = None

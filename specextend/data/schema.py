@@ -23,7 +23,7 @@ EVIDENCE = pa.struct(
         ("score", "float64"),
     ]
 )
-"""String of an answer with its place in the document."""
+"""String of an answer with its place."""
 
 SOURCE = pa.struct(
     [
@@ -35,7 +35,7 @@ SOURCE = pa.struct(
         ("passage", "string"),
     ]
 )
-"""Sentence of a text with a supporting passage of the document."""
+"""Sentence of a text with a supporting passage."""
 
 FIGURE = pa.struct(
     [
@@ -45,7 +45,7 @@ FIGURE = pa.struct(
         ("page", pa.int32()),
     ]
 )
-"""Figure of a text with its place in the document."""
+"""Figure of a text with its place."""
 
 VERDICT = pa.struct([("field", "string"), ("sentence", "string"), ("probability", "float64")])
 """Sentence of a text, or string of an answer, with the target's probability of yes."""
@@ -60,10 +60,10 @@ PART_SUMMARY = pa.struct(
         ("finish_reason", "string"),
     ]
 )
-"""The summary of a part, with its place in the document."""
+"""Text about a part with its place."""
 
 CHOICE = pa.struct([("field", "string"), ("value", "string"), ("log_prob", "float64")])
-"""Value of a field with its log probability, normalised over the field's values."""
+"""Value with its log probability, normalised over the values of its field."""
 
 
 def _columns(kind: str, *names: str) -> list[tuple[str, str]]:
@@ -133,9 +133,7 @@ TASKS = pa.list_(
         ]
     )
 )
-"""Results of each task of a document."""
 COMMITTED_TASKS = pa.list_(pa.struct([*TASKS.value_type, ("words", WORDS)]))
-"""TASKS in commits."""
 _STATES = pa.list_(pa.struct([("name", "string"), *FAILURE]))
 _TEXTS = pa.list_(pa.struct(_columns("string", "name", "text", "error_class")))
 
@@ -192,10 +190,8 @@ def stats_columns(stats: DecodingStats) -> Values:
 
 
 def failure_of(tasks: Iterable[ReadOnly]) -> Values:
-    """Return the FAILURE columns of a document from its `tasks`.
-
-    Returns:
-        Class and stage of the first failed task and all messages; None without a failure.
+    """Return the FAILURE columns of a document from its `tasks`: the first class and stage, all
+    messages.
     """
     failed = [each for each in tasks if each["error_class"] is not None]
     if not failed:

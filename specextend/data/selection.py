@@ -92,7 +92,6 @@ _STATES = f"""
         {_CHANGED}) AS state
     FROM known LEFT JOIN found USING (file, row) GROUP BY file, row
 """
-"""State of each known row. `found` holds the content hashes of the doubtful rows."""
 _FOUND = f"""
     SELECT count(*) FILTER (state = {_UNCHANGED}) AS unchanged, count(*)
         FILTER (state = {_FAILED}) AS failed_before
@@ -358,7 +357,7 @@ class EarlierOutput(NamedTuple):
     manifest: ReadOnly
 
     def holds(self, file: InputFile) -> bool:
-        """Return True if `file` has the path, size, footer and time recorded by the run."""
+        """Return True if the run recorded the path, size, footer and time of `file`."""
         before = self.manifest["identity"]["files"].get(file.relative_path)
         times = self.manifest.get("modified_ns", {})
         return (
@@ -439,7 +438,7 @@ def _name(locations: Sequence[Location]) -> str:
 
 
 def find_folders(path: str) -> list[tuple[Location, bool]]:
-    """List the folders matched by a path or glob, each with True if the path names it literally."""
+    """List the folders matched by a path or glob, each with True if the path is no glob."""
     root, pattern = split_glob(resolve(path))
     if "**" in pattern:
         raise InputError(f"{path}: `**` is not supported; give one `*` for each folder")

@@ -88,9 +88,8 @@ class Source:
     partitions: Mapping[str, pa.DataType] = field(default_factory=dict)
     """Type of each column in the file paths."""
     selection: ChosenRows | None = None
-    """Chosen rows (driver only)."""
     bad_ids: Sequence[Ints] = ()
-    """Sorted rows of each file with a null or repeated id (driver only); empty without any."""
+    """Sorted rows of each file with a null or repeated id (driver only)."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _groups: dict[Hashable, pa.Table] = field(default_factory=dict, init=False, repr=False)
 
@@ -116,14 +115,14 @@ class Source:
         return list(self.selection.rows[number].tolist())
 
     def location(self, number: int) -> Location:
-        """Return the location of input file `number`."""
+        """Return the location of an input file."""
         return self.root.child(self.files[number].relative_path)
 
     def read(self, key: DocumentKey) -> Row:
         """Read the row at `key`.
 
         Raises:
-            DocumentError: Bad text, id, pages or `max_new_tokens`.
+            DocumentError: Bad text, id, pages or option.
             OSError: The file is damaged at this row.
             InputError: The file is out of reach or was modified.
         """
@@ -261,9 +260,7 @@ class Source:
     def batches_of(
         self, number: int, columns: list[str], rows: Ints | None = None
     ) -> Iterator[pa.Table]:
-        """Stream columns of some rows of a file (default: the rows of the run) in tables, possibly
-        empty.
-        """
+        """Stream columns of some rows of a file (default: the rows of the run)."""
         if rows is None and self.selection is not None:
             rows = self.selection.rows[number]
         if rows is None:

@@ -35,11 +35,11 @@ NO_CREDENTIALS = (
     "must not contain credentials; set them in the environment (unknown parameters count as "
     "credentials)"
 )
-"""End of the message for an address with a secret. The address is never repeated."""
+"""End of a message about an address with a secret, which must not repeat the address."""
 _QUERY = re.compile(r"\?[\w.-]+=[^&]*(&[\w.-]+=[^&]*)*$")
 """Parameters at the end of a URI. Any other `?` is part of the path."""
 _GCS_RETRY_S = 60
-"""Retry limit of Google's client in seconds (its default is 15 minutes)."""
+"""Retry limit of Google's client in seconds, 15 minutes by default."""
 _BLOCK_BYTES = 16 << 20
 _S3_COPY_BYTES = 5 << 30
 """Largest object that S3 copies in one request."""
@@ -55,7 +55,7 @@ _MISTAKES = (
     errno.ENAMETOOLONG,
     errno.ELOOP,
 )
-"""Errors caused by a wrong path."""
+"""Errors of a wrong path."""
 
 
 def is_passing(error: OSError) -> bool:
@@ -91,7 +91,7 @@ class Location:
 
     @property
     def info(self) -> fs.FileInfo:
-        """File info from the file system."""
+        """File info."""
         return self.filesystem.get_file_info(self.path)
 
     @property
@@ -106,7 +106,7 @@ class Location:
 
     @property
     def parent(self) -> Location:
-        """Folder of the path."""
+        """Parent folder."""
         return replace(self, path=self.path.rsplit("/", 1)[0] or "/")
 
     def child(self, *names: str) -> Location:
@@ -118,13 +118,13 @@ class Location:
         return replace(self, gate=gate)
 
     def check(self) -> None:
-        """Call the gate; it may raise."""
+        """Call the gate."""
         if self.gate is not None:
             self.gate()
 
 
 def is_uri(path: str) -> bool:
-    """Return True if `path` names its file system (`s3://...`)."""
+    """Return True if `path` names its file system."""
     return "://" in path
 
 
@@ -149,7 +149,7 @@ def holds_secret(uri: str) -> bool:
 
 
 def resolve(uri: str) -> Location:
-    """Locate a path or URI (`file://`, `s3://`, `gs://`, ...).
+    """Locate a path or URI.
 
     The path of a URI is taken literally: `s3://bucket/a b#1%20c` is the key `a b#1%20c`, and
     parameters may follow (`?region=eu-west-1`). Only `file://` URIs are percent-encoded.
@@ -207,10 +207,7 @@ def _local_path(uri: str) -> str:
 
 
 def _encoded(uri: str) -> str:
-    """Percent-encode a URI and add our parameters.
-
-    On S3, small files are then uploaded in one request, never half.
-    """
+    """Percent-encode a URI, with parameters for uploads of small files in one request on S3."""
     scheme, authority, path, query = _split(uri)
     wanted = {"s3": "allow_delayed_open=true", "gs": f"retry_limit_seconds={_GCS_RETRY_S}"}.get(
         scheme
@@ -232,9 +229,8 @@ def is_folder(location: Location) -> bool:
 
 
 def check_writable(folder: Location) -> None:
-    """Raise ValueError if a folder cannot be created or written to.
-
-    On an object store only the bucket is checked.
+    """Raise ValueError if a folder cannot be written to. Of an object store only the bucket is
+    checked.
     """
     if folder.is_local:
         there = folder
@@ -261,7 +257,7 @@ def read_bytes(location: Location) -> bytes | None:
 
 
 def read_parsed(location: Location, parse: Callable[[bytes], Value]) -> Value | None:
-    """Parse a file; None if it does not exist. Bad content is read twice; then `parse` raises."""
+    """Parse a file; None if it does not exist. Bad content is read twice before `parse` raises."""
     data = read_bytes(location)
     if data is None:
         return None
@@ -280,7 +276,7 @@ def read_again(
         num_bytes: Size of the file in the listing.
 
     Raises:
-        OutOfReachError: The store failed or sent fewer bytes than the file has.
+        OutOfReachError: The store failed or sent too few bytes.
     """
     try:
         witness = _Witness(location.filesystem.open_input_file(location.path), num_bytes)
@@ -314,7 +310,7 @@ class _Witness:
             raise OSError(f"it has {file.size():,} bytes, but the listing says {self._num_bytes:,}")
 
     def read(self, size: int) -> bytearray:
-        """Read up to `size` bytes. Raises OSError if the store sends fewer than the file has."""
+        """Read up to `size` bytes. Raises OSError if the store sends too few."""
         begin = self._file.tell()
         wanted = min(size, max(0, self._num_bytes - begin))
         try:
@@ -332,7 +328,7 @@ class _Witness:
 
     @property
     def closed(self) -> bool:
-        """True once the file is closed."""
+        """True once closed."""
         return bool(self._file.closed)
 
 
@@ -362,7 +358,7 @@ def list_files(folder: Location) -> list[str]:
 
 
 def file_sizes(folder: Location) -> dict[str, int]:
-    """Return the size in bytes of each file of a folder, without hidden files."""
+    """Return the bytes of each file of a folder, without hidden files."""
     return {
         info.base_name: info.size
         for info in _infos(folder)
@@ -427,8 +423,7 @@ def _sync(path: str) -> None:
 def _upload(location: Location, data: pa.Buffer, *, is_small: bool) -> None:
     """Upload a file; readers see the previous file until the upload is complete.
 
-    Data sent in several requests goes to a hidden name first if the store can rename it in one
-    request.
+    Data of several requests goes to a hidden name first if the store renames in one request.
     """
     kind = location.filesystem.type_name
     is_store = kind in _OBJECT_STORES

@@ -10,14 +10,13 @@ from specextend.data.quality import sentences_of, split_words, strings_of
 from specextend.data.rows import Row
 
 Claim = tuple[str | None, str]
-"""A field of an answer and a string of it, or None and a sentence of a text."""
+"""A field and a string of an answer, or None and a sentence of a text."""
 
 
 def claims_of(answer: str, fields: Collection[str] | None) -> list[Claim]:
     """Return the distinct claims of an answer in order.
 
     Args:
-        answer: Text, or an object of JSON.
         fields: Fields with strings that are claims; None for a text.
     """
     found: list[Claim]
@@ -61,11 +60,7 @@ def check_questions(prompts: Prompts, max_new_tokens: int | None) -> None:
 def questions_about(
     prompts: Prompts, row: Row, prompt: Prompt, fields: Collection[str] | None
 ) -> Callable[[str, list[int]], Questions]:
-    """Return the function `Request.questions` for a document.
-
-    Args:
-        fields: As for `claims_of`.
-    """
+    """Return the function `Request.questions` for a document."""
     return partial(_questions, prompts, row, prompt, fields)
 
 

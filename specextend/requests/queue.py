@@ -26,7 +26,7 @@ class Inbox:
             self._changed.notify()
 
     def take(self, block: bool) -> Request | None:
-        """Remove and return the next request; None if the queue is empty and `block` is False."""
+        """Remove and return the next request; None if there is none and `block` is False."""
         with self._changed:
             while block and not self._waiting:
                 self._changed.wait()
@@ -39,7 +39,7 @@ class Inbox:
             return request
 
     def remove(self, request_id: str) -> bool:
-        """Remove a request; return False if the queue does not hold it."""
+        """Remove a request; return False if it is not there."""
         with self._changed:
             kept = [request for request in self._waiting if request.request_id != request_id]
             found = len(kept) < len(self._waiting)

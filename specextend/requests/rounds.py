@@ -48,7 +48,6 @@ class Summary:
     part_rows: list[Values] | None = None
     """Entries of the column `part_summaries`; None for a document in one prompt."""
     num_requests: int = 1
-    """Number of parts and merges."""
     reasoning: str | None = None
     confidence: list[Values] | None = None
     """Entries of the column; None without `output.confidence`, and for parts merged by rules."""
@@ -60,11 +59,8 @@ class Summary:
     """
 
     def timed(self, total_s: float) -> Summary:
-        """Return the summary with the wall-clock time of concurrent requests.
-
-        Args:
-            total_s: Seconds for all requests, divided into `ttft_s` and `decode_s` in the ratio of
-                the engine's time for reading and for writing.
+        """Return the summary with the wall-clock seconds of concurrent requests, divided into
+        `ttft_s` and `decode_s` like the engine's time for reading and for writing.
         """
         if self.part_rows is None and not self.tasks:
             return self
@@ -76,7 +72,7 @@ class Summary:
 
 
 Round = tuple[Request, ...]
-"""Requests that can run at the same time. Their outcomes are sent back in the same order."""
+"""Requests that can run at the same time. Outcomes are sent back in their order."""
 Outcomes = Sequence[Completion | DocumentError]
 Rounds = Generator[Round, Outcomes, Summary]
 
@@ -186,7 +182,7 @@ class _InParts:
     confidence: list[Values] | None = None
 
     def rounds(self) -> Rounds:
-        """Yield the parts, then merges until a single text is left."""
+        """Yield the parts, then merges until one text is left."""
         part_prompts = PartPrompts(self.prompts)
         limit = max_new_tokens_of(self.config, self.row)
         parts = part_prompts.parts(self.row.text, limit, self.row.instruction)

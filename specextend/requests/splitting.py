@@ -18,10 +18,8 @@ from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
 
 Ints = NDArray[np.int64]
 LEAST_TOKENS = 64
-"""Least room for the tokens of a part."""
 _LEAST_SHARE = 0.75
-"""Least length of a part with an early end at a section or paragraph, as a fraction of an even
-share of the remaining text.
+"""Least length of a part that ends early at a section or paragraph, as a fraction of an even share.
 """
 _BREAKS = tuple(
     re.compile(pattern, re.IGNORECASE)
@@ -169,14 +167,11 @@ class PartPrompts:
         raise DocumentError("PromptTooLong", message, stage="prompt")
 
     def work(self, num_tokens: Ints, max_new_tokens: Ints) -> tuple[Ints, Ints]:
-        """Estimate the work for documents in parts.
+        """Estimate prompt tokens [N] and output tokens [N] of all requests of documents in parts.
 
         Args:
             num_tokens: Tokens of each document [N].
             max_new_tokens: Limits of their summaries [N].
-
-        Returns:
-            Prompt tokens [N] and output tokens [N] of all requests of each document.
         """
         limits, which = np.unique(max_new_tokens, return_inverse=True)
         sizes = np.array([self._usual_size(limit) for limit in limits.tolist()], np.int64)[which]
@@ -186,7 +181,7 @@ class PartPrompts:
         return num_tokens + outputs + templates, outputs + max_new_tokens
 
     def _entry_size(self, entry: str) -> int:
-        """Count the tokens of an entry, with one more for the joint to the next entry."""
+        """Count the tokens of an entry, with one for the joint to the next entry."""
         return len(self._merge.encode_document(entry)) + 1
 
     def _usual_size(self, max_new_tokens: int) -> int:

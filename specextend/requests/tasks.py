@@ -34,7 +34,7 @@ from specextend.stats import DecodingStats
 
 @dataclass(frozen=True)
 class Task:
-    """A question to each document: a configuration and its prompts."""
+    """A question to each document."""
 
     name: str
     """Name; empty for the only task of a run."""
@@ -43,24 +43,19 @@ class Task:
 
 
 class Answered(NamedTuple):
-    """Outcome of one of several tasks of a document."""
+    """Outcome of one of several tasks, and the document with its instruction."""
 
     task: Task
     row: Row
-    """Document with the instruction for this task."""
     state: Summary | DocumentError | Values
     """Summary, error, or the entry of an earlier start."""
 
 
 def tasks_of(config: RunConfig, tokenizer: Any, limit: int) -> list[Task]:
-    """Return the tasks of a run.
+    """Return the tasks of a run. Raises ValueError if the chat template cannot render a task.
 
     Args:
-        tokenizer: Tokenizer of the target.
         limit: Most tokens of prompt and output.
-
-    Raises:
-        ValueError: The chat template cannot render a task.
     """
     return [
         Task(name, each, Prompts(tokenizer, each.prompt, limit, each.parts))
@@ -191,7 +186,6 @@ def failed_row(
 
 
 def _of_one(config: RunConfig, row: Row, summary: Summary) -> Values:
-    """Return the columns for one text."""
     prompt = summary.prompt
     quality = assess(
         summary.completion,
