@@ -23,9 +23,9 @@ from benchmarks.benchmark import Benchmark
 from benchmarks.documents import bucket_name, bucket_of
 from specextend import Request, RunConfig, SamplingParams, load_engine
 from specextend.core import Questions
+from specextend.data.confidence import claims_of
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompt, Prompts
-from specextend.data.verdicts import claims_of
 from specextend.decoding.engine import Engine
 
 _SHORT = SamplingParams(stop=(" ",))

@@ -18,23 +18,28 @@ from specextend.core import DocumentKey, ReadOnly, Request, Values, mended
 from specextend.data.answers import answer_columns, answer_fields
 from specextend.data.check import check_columns, check_names
 from specextend.data.confidence import confidence_column, confidence_field
+from specextend.data.flags import check_rules
 from specextend.data.inputs import DocumentError, InputError, InputOptions, OutputOptions
-from specextend.data.pages import without_pages
 from specextend.data.parquet import plain_rows
 from specextend.data.prompts import Prompts
 from specextend.data.rows import Row, RowReader
-from specextend.data.rules import check_rules
-from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, SUMMARY_SCHEMA, rows_table
+from specextend.data.schema import (
+    COMMIT_SCHEMA,
+    ERROR_SCHEMA,
+    SUMMARY_SCHEMA,
+    rows_table,
+    without_pages,
+)
 from specextend.decoding.device import is_device_error
 from specextend.decoding.engine import BatchError
 from specextend.models.loading import load_engine
-from specextend.requests.queue import in_order
 from specextend.requests.rounds import (
     DecodedRow,
     Summary,
     TimedOutcome,
     as_document_error,
     check_requests,
+    in_order,
     summarize,
 )
 from specextend.requests.tasks import finished_row

@@ -13,7 +13,7 @@ from specextend.cli.command import in_one_line, show, takes
 from specextend.core import counted, printable
 
 if TYPE_CHECKING:  # it imports pyarrow
-    from specextend.data.prepared import Failure
+    from specextend.data.listing import Failure
     from specextend.documents.preparation import Prepared
 
 _MOST_NAMED = 5
@@ -132,7 +132,7 @@ def hf(
 
 
 def _conclude(prepared: Prepared, output: str, skip_unreadable: bool) -> int:
-    from specextend.data.prepared import ERRORS
+    from specextend.data.listing import ERRORS
 
     alike: dict[tuple[str, str], list[Failure]] = {}
     for failure in prepared.failures:

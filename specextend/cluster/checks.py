@@ -24,10 +24,10 @@ from specextend.data.commits import (
     read_commits,
 )
 from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences, read_manifest
+from specextend.data.flags import check_rules
 from specextend.data.inputs import DocumentError, InputError, InputUnreachableError
 from specextend.data.prompts import CLOCK, Prompts, with_time
 from specextend.data.quality import check_library
-from specextend.data.rules import check_rules
 from specextend.data.run_folder import (
     ADDED,
     REDONE,

@@ -34,8 +34,7 @@ from specextend.decoding.device import device_name, is_device_error, peak_bytes
 from specextend.decoding.engine import BatchError, Engine
 from specextend.models.loading import GIB
 from specextend.models.pairing import check_files
-from specextend.requests.queue import Inbox
-from specextend.requests.rounds import DecodedRow, Summary, TimedOutcome, as_document_error
+from specextend.requests.rounds import DecodedRow, Inbox, Summary, TimedOutcome, as_document_error
 from specextend.requests.tasks import Task, answer, finished_row, tasks_of
 from specextend.terminal import wrap_streams
 

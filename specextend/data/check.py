@@ -26,7 +26,6 @@ from specextend.data.inputs import (
     unreadable,
 )
 from specextend.data.listing import Listing, check_apart, describe_skipped, list_input
-from specextend.data.pages import is_pages
 from specextend.data.parquet import (
     compact_columns,
     gathered,
@@ -45,7 +44,7 @@ from specextend.data.parquet import (
     way_out,
     write_groups,
 )
-from specextend.data.rows import ROW_OPTIONS, RowReader, is_options
+from specextend.data.rows import ROW_OPTIONS, RowReader, is_options, is_pages
 from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, TextColumns, summary_fields
 from specextend.data.storage import Location, atomic_output, in_order
 

@@ -31,7 +31,7 @@ from specextend.data.commits import (
 )
 from specextend.data.database import temporary_room
 from specextend.data.fingerprint import PROVENANCE, output_columns, provenance, read_manifest
-from specextend.data.generic import WORD_COLUMNS, RunWords, with_flags
+from specextend.data.flags import WORD_COLUMNS, RunWords, with_flags
 from specextend.data.parquet import (
     DAMAGED,
     Ints,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
 import re
 import shlex
@@ -18,7 +19,7 @@ from pyarrow import fs
 from specextend.core import one_line
 from specextend.data.inputs import InputError, InputUnreachableError
 from specextend.data.run_folder import SUMMARIES, result_name
-from specextend.data.storage import Location, is_passing, is_uri, resolve
+from specextend.data.storage import Location, is_passing, is_uri, read_bytes, resolve
 
 PARQUET = (".parquet", ".pq", ".parq")
 _TABLES = {"_delta_log": "a Delta", ".hoodie": "a Hudi", "metadata": "an Iceberg"}
@@ -313,3 +314,37 @@ def _local_files(
 def is_hidden(path: str, beginnings: tuple[str, ...]) -> bool:
     """Return True if any path component has one of the prefixes."""
     return any(name.startswith(beginnings) for name in path.split("/"))
+
+
+# Data sets of `specextend prepare`
+
+
+PART_NAME = re.compile(r"part-\d{6,}-[0-9a-f]{8}\.parquet")
+PAGE_STARTS = "page_starts"
+PAGE_LABELS = "page_labels"
+ERRORS = "_errors.jsonl"
+"""File with a line for each `Failure`."""
+LEFT_OUT = "left out"
+GONE = "gone"
+"""Reasons that are not failures: ignored by name, or deleted since."""
+
+
+class Failure(NamedTuple):
+    """A file, or a row of a file, that is missing in the data set."""
+
+    path: str
+    row: int | None
+    reason: str
+    """Two words for counting."""
+    message: str
+
+
+def is_data_set(names: Iterable[str]) -> bool:
+    """Return True if all names belong to a data set."""
+    return all(map(PART_NAME.fullmatch, names))
+
+
+def read_errors(folder: Location) -> list[Failure]:
+    """Read the errors of a data set; none for other folders."""
+    lines = (read_bytes(folder.child(ERRORS)) or b"").decode().split("\n")
+    return [Failure(**json.loads(line)) for line in filter(None, lines)]

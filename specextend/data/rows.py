@@ -1,4 +1,4 @@
-"""A row of the input: its document, and its individual prompt and sampling options."""
+"""A row of the input: its document, pages, and individual prompt and sampling options."""
 
 import hashlib
 import json
@@ -17,7 +17,6 @@ from specextend.core import (
 )
 from specextend.data.inputs import MOST_TOKENS, DocumentError, InputOptions
 from specextend.data.instructions import Around, Instruction, around_document
-from specextend.data.pages import check_pages
 
 ROW_OPTIONS = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 """Fields allowed in `input.options_column`."""
@@ -208,3 +207,29 @@ def check_max_new_tokens(value: int | None) -> int | None:
 
 def _named(*columns: str | None) -> list[str]:
     return list(dict.fromkeys(column for column in columns if column is not None))
+
+
+def is_pages(kind: pa.DataType) -> bool:
+    """Return True for a valid type of `input.pages_column`."""
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return pa.types.is_null(kind) or (is_list and pa.types.is_integer(kind.value_type))
+
+
+def check_pages(starts: Sequence[int | None] | None, text: str) -> Sequence[int]:
+    """Return the offsets at which pages begin; empty for null.
+
+    Raises:
+        DocumentError: The offsets do not begin with 0, fall, or are beyond the text (`BadPages`).
+    """
+    checked: list[int] = []
+    for start in starts or ():
+        least, most = (checked[-1], len(text)) if checked else (0, 0)
+        if start is None or not least <= start <= most:
+            where = "null" if start is None else f"{start:,}"
+            raise DocumentError(
+                "BadPages",
+                f"page {len(checked) + 1} begins at {where}; offsets of pages begin with 0, do not "
+                f"fall, and end within the text of {len(text):,} characters",
+            )
+        checked.append(start)
+    return checked

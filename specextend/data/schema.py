@@ -1,6 +1,7 @@
 """Columns of output rows, and conversion of results into rows."""
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -8,7 +9,6 @@ import pyarrow as pa
 from specextend.core import Completion, ReadOnly, Values, mended
 from specextend.data.answers import answer_columns, answer_fields
 from specextend.data.confidence import CONFIDENCE, confidence_column, confidence_field
-from specextend.data.pages import without_pages
 from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
 from specextend.stats import DecodingStats
@@ -311,3 +311,40 @@ def summary_columns(rows: pa.Table, columns: TextColumns) -> list[pa.ChunkedArra
 
 def _named(schema: pa.Schema, text_column: str) -> list[pa.Field]:
     return [field.with_name(text_column) if field.name == "summary" else field for field in schema]
+
+
+def with_pages(columns: ReadOnly, starts: Sequence[int]) -> Values:
+    """Return columns of an answer in which each place names its page.
+
+    Args:
+        starts: Offsets at which the pages begin; empty for a document without pages.
+    """
+    return dict(columns) | {
+        name: [place | _pages_of(name, place, starts) for place in columns[name]]
+        for name in ("part_summaries", "evidence", "sources", "figures")
+        if starts and columns[name]
+    }
+
+
+def _pages_of(name: str, place: ReadOnly, starts: Sequence[int]) -> Values:
+    if place["begin"] is None:
+        return {}
+    found = {"page": bisect_right(starts, place["begin"])}
+    if name == "part_summaries":
+        found["last_page"] = bisect_right(starts, place["end"] - 1)
+    return found
+
+
+def without_pages(fields: Iterable[pa.Field]) -> list[pa.Field]:
+    """Return fields of a schema without fields for pages."""
+    return [field.with_type(_without_pages(field.type)) for field in fields]
+
+
+def _without_pages(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_list(kind):
+        return pa.list_(_without_pages(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct(
+            without_pages(field for field in kind if field.name not in ("page", "last_page"))
+        )
+    return kind

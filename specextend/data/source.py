@@ -29,7 +29,13 @@ from specextend.data.inputs import (
     unreadable,
 )
 from specextend.data.instructions import Instruction
-from specextend.data.listing import check_apart, describe_skipped, list_input
+from specextend.data.listing import (
+    PAGE_STARTS,
+    check_apart,
+    describe_skipped,
+    is_data_set,
+    list_input,
+)
 from specextend.data.parquet import (
     DAMAGED,
     Ints,
@@ -42,7 +48,6 @@ from specextend.data.parquet import (
     rows_where,
     stream,
 )
-from specextend.data.prepared import PAGE_STARTS, is_data_set
 from specextend.data.rows import Row, RowReader, check_max_new_tokens, decode_text
 from specextend.data.storage import Location, check_writable, in_order, is_away
 

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from specextend.core import Values
 from specextend.data.database import Database
 from specextend.data.inputs import InputError
+from specextend.data.listing import PAGE_LABELS, PAGE_STARTS, PART_NAME, Failure
 from specextend.data.parquet import CHECKED, SEALED, fitted, open_parquet
-from specextend.data.prepared import PAGE_LABELS, PAGE_STARTS, PART_NAME, Failure
 from specextend.data.storage import Location, atomic_output, delete, file_sizes
 from specextend.folders import temporary_folder
 

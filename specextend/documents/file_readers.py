@@ -29,7 +29,7 @@ import pyarrow as pa
 
 from specextend.core import Values, one_line
 from specextend.data.inputs import InputError
-from specextend.data.prepared import LEFT_OUT, PAGE_LABELS, PAGE_STARTS, Failure
+from specextend.data.listing import LEFT_OUT, PAGE_LABELS, PAGE_STARTS, Failure
 from specextend.data.storage import (
     Location,
     is_away,

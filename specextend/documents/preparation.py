@@ -14,8 +14,18 @@ from pathlib import PurePath
 
 from specextend.core import Values, counted
 from specextend.data.inputs import InputError
-from specextend.data.listing import PARQUET, FoundFile, each_once, find, is_hidden
-from specextend.data.prepared import ERRORS, GONE, LEFT_OUT, Failure, read_errors
+from specextend.data.listing import (
+    ERRORS,
+    GONE,
+    LEFT_OUT,
+    PARQUET,
+    Failure,
+    FoundFile,
+    each_once,
+    find,
+    is_hidden,
+    read_errors,
+)
 from specextend.data.storage import (
     Location,
     is_uri,

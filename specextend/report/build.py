@@ -11,7 +11,7 @@ import pyarrow as pa
 from specextend.core import Checkpoint, Values
 from specextend.data.commits import commit_sizes
 from specextend.data.fingerprint import models_of, num_input_rows, read_manifest, tried_kernels
-from specextend.data.prepared import GONE, LEFT_OUT, read_errors
+from specextend.data.listing import GONE, LEFT_OUT, read_errors
 from specextend.data.run_folder import (
     Start,
     read_audit,

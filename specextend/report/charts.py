@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from specextend.core import Values, mended
 from specextend.data.database import Database
-from specextend.data.generic import GENERIC, RunWords
+from specextend.data.flags import GENERIC, RunWords
 from specextend.data.run_folder import Start
 from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA
 from specextend.report.result_rows import ANSWERED, RUN_ID, told_apart

@@ -25,7 +25,7 @@ from specextend.data.fingerprint import (
     output_columns,
     read_manifest,
 )
-from specextend.data.generic import RunWords
+from specextend.data.flags import RunWords
 from specextend.data.parquet import halved, read_stream, rows_where, stream
 from specextend.data.results import damaged_results, result_files
 from specextend.data.schema import COMMIT_SCHEMA, task_failures

@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 from specextend.config import RunConfig
 from specextend.core import DocumentKey, Values
 from specextend.data.commits import Earlier
+from specextend.data.flags import broken_rules
 from specextend.data.inputs import DocumentError
-from specextend.data.pages import with_pages
 from specextend.data.prompts import Prompts
 from specextend.data.quality import answer_words, assess
 from specextend.data.rows import Row
-from specextend.data.rules import broken_rules
 from specextend.data.schema import (
     COMMITTED_TASKS,
     FAILURE,
     decoded_columns,
     failure_of,
     stats_columns,
+    with_pages,
 )
 from specextend.requests.rounds import Round, Rounds, Summary, advance, max_new_tokens_of, summarize
 from specextend.stats import DecodingStats

@@ -18,9 +18,9 @@ import pytest
 from specextend import find_figures
 from specextend.core import DocumentKey
 from specextend.data.inputs import InputError
-from specextend.data.pages import with_pages
-from specextend.data.prepared import ERRORS
+from specextend.data.listing import ERRORS
 from specextend.data.quality import find_evidence, find_sources
+from specextend.data.schema import with_pages
 from specextend.data.storage import resolve, write_bytes
 from specextend.documents.document_options import DocumentOptions
 from specextend.documents.preparation import prepare_documents

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize, unfinished
 from specextend.data.fingerprint import read_manifest, write_manifest
-from specextend.data.generic import LEAST_ANSWERS, RunWords
+from specextend.data.flags import LEAST_ANSWERS, RunWords
 from specextend.data.quality import answer_words
 from specextend.data.schema import COMMIT_SCHEMA
 from specextend.report import RunFigures, build_report, write_report
