@@ -117,7 +117,6 @@ def _check_case(name: str, kind: pa.DataType) -> None:
 def _check_file(
     root: Location, reader: RowReader, numbered: tuple[int, str, int]
 ) -> tuple[InputFile, pa.Schema] | str:
-    """Return a file with its schema, or else the problem."""
     options = reader.options
     number, name, size = numbered
     location = root.child(name)
@@ -300,7 +299,6 @@ def _check_fields(what: str, kind: pa.DataType, names: Iterable[str]) -> None:
 def _joint_type(
     option: str, column: str, schemas: Mapping[str, pa.Schema], in_paths: Mapping[str, pa.DataType]
 ) -> pa.DataType:
-    """Return a type for a column's values in all files."""
     own = {
         name: schema.field(column).type
         for name, schema in schemas.items()
@@ -389,7 +387,6 @@ SAMPLE_ROWS = 200
 _MOST_FILES = 8
 _ID_CHARACTERS = 64
 _ID_ROWS = 10
-"""Limits for an id column that is not named as one: mean characters, fewest rows."""
 _TEXT_NAMES = re.compile(
     r"((full|raw|plain)_?)?(text|content|body|document|doc|article|report|html|page|passage|transcript|story)s?",
     re.I,
@@ -410,7 +407,6 @@ class Guess(NamedTuple):
     differs: str
     """Difference between the columns of two files; empty if there is none."""
     skipped: str
-    """Number of ignored files by extension; empty without any."""
 
 
 def guess_columns(path: str) -> Guess:
@@ -512,9 +508,7 @@ def _difference(listing: Listing, schema: pa.Schema) -> str:
 
 
 def _mean_length(values: pa.ChunkedArray) -> float:
-    """Return the mean number of characters per row. Bytes count only if they are UTF-8, unlike
-    images.
-    """
+    """Return the mean characters per row. Bytes count only if they are UTF-8, unlike images."""
     total = 0
     for leaf in (leaf for chunk in values.chunks for leaf in plain_leaves(chunk)):
         if not is_bytes(leaf.type) and not is_text(leaf.type):

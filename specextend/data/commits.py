@@ -362,7 +362,6 @@ class Settled:
         return done, partial + failed
 
     def _files(self, table: pa.Table) -> Iterator[tuple[NDArray[np.uint8], Ints, Ints]]:
-        """Yield the states of each file, with positions in the commit and row numbers."""
         files, rows = (table[column].to_numpy() for column in ("file", "row"))
         for file in np.unique(files).tolist():
             places = np.flatnonzero(files == file)

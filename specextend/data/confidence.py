@@ -18,7 +18,7 @@ from specextend.data.rows import Row
 CONFIDENCE = pa.list_(
     pa.struct([("field", pa.string()), ("log_prob", pa.float64()), ("text", pa.string())])
 )
-"""Column of commits: fields of an answer, or `whole` and `least` with its sentence."""
+"""Fields of an answer, or `whole` and `least` with its sentence."""
 _OF_TEXT = pa.struct([("whole", "float64"), ("least", "float64"), ("least_sentence", "string")])
 
 

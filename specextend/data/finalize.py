@@ -62,7 +62,7 @@ from specextend.data.storage import Location, atomic_output, delete, file_sizes,
 MOST_BYTES = 256 << 20
 """Memory for results written by several threads."""
 _HELD_BYTES = 32 << 20
-"""Largest result of a file that waits for a thread. Larger files are written one by one."""
+"""Largest result of a file that waits for a thread."""
 _DIGEST = b"specextend.results"
 
 
@@ -165,12 +165,9 @@ class _Stretch(NamedTuple):
     rows: Ints
     tables: Iterable[pa.Table]
     num_bytes: int
-    """Memory needed to write them."""
 
 
 class _Ending:
-    """Writes the results of each input file. `write` and `is_written` are thread-safe."""
-
     def __init__(
         self,
         source: Source,
@@ -192,7 +189,6 @@ class _Ending:
         self._provenance = partial(provenance, read_manifest(output), read_starts(output))
 
     def add(self, table: pa.Table) -> _Folder:
-        """Add a table of `read_results`; return its folder."""
         self._words.add(table)
         folder = self.folders[state_of(table) == FAILED]
         for number in np.unique(table["file"].to_numpy()).tolist():
@@ -285,7 +281,7 @@ class _Ending:
         return list(own.rename_columns(schema.names).cast(schema).columns)
 
     def _is_right(self, folder: _Folder, number: int) -> bool:
-        """Return True if a result file is complete and up to date, or rightly missing.
+        """Return True if a result file is up to date, or rightly missing.
 
         Reads all pages, since their checksums do not cover the footer.
         """
@@ -317,7 +313,7 @@ class _Ending:
 BUFFER_BYTES = 64 << 20
 _BATCH_BYTES = 768 << 10
 _ORDER = "order"
-"""Sort key: file number in the upper bits, row number in the lower bits."""
+"""File number in the upper bits, row number in the lower bits."""
 _ROW_BITS = 32
 
 

@@ -531,7 +531,7 @@ _Turn = tuple[str, str, str]
 
 
 class _Chat:
-    """Chat template with the messages of a task. Raises ValueError for a bad template or time."""
+    """Chat template with the messages of a task. Raises ValueError."""
 
     def __init__(self, tokenizer: Any, options: PromptOptions, source: str):
         if found := _CHANCE.search(source):
@@ -564,12 +564,11 @@ class _Chat:
         self._turns = turns
 
     def write(self, content: str) -> str:
-        """Render a user message. Raises ValueError if the result lacks part of a message."""
+        """Render a user message. Raises ValueError if part of a message is missing."""
         turns = [*self._turns, ("the document's message", "user", content)]
         return self._whole(turns, self._options)
 
     def check(self) -> None:
-        """Raise ValueError if the template ignores a message or an option."""
         marks = map(chr, _MARKS)
         turns = [*self._turns, ("the document's message", "user", "x")]
         told_apart = [(what, role, next(marks) * len(text)) for what, role, text in turns]
@@ -707,7 +706,6 @@ def _renamed(tokenizer: Any) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _bos(tokenizer: Any) -> list[int]:
-    """Return the BOS token if the tokenizer adds it, and no chat template does."""
     bos = tokenizer.bos_token_id
     return [bos] if not tokenizer.chat_template and bos in tokenizer("")["input_ids"] else []
 

@@ -168,7 +168,7 @@ def _runs(words: Sequence[str], length: int) -> Iterator[tuple[str, ...]]:
 
 
 def _is_of_examples(text: str, examples: Collection[str], read: Sequence[str]) -> bool:
-    """Return True if half of an answer's words come from examples, and not from the document."""
+    """Return True if half of the words are from examples and not from the document."""
     known = {run for example in examples for run in _runs(split_words(example), EXAMPLE_WORDS)}
     strings = [text]
     with suppress(ValueError, RecursionError):

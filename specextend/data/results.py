@@ -168,8 +168,6 @@ def _shown(name: str, is_answer: bool) -> str:
 def _read(
     file: Location, schema: pa.Schema, is_answer: bool, has_tasks: bool
 ) -> Iterator[pa.Table]:
-    """Yield columns of a result file, with the failures of tasks as failures of documents."""
-
     def read(parquet: pq.ParquetFile) -> Iterator[pa.Table]:
         of_tasks = is_answer and has_tasks
         wanted = {*schema.names, *(["tasks"] if of_tasks else [])}

@@ -85,7 +85,6 @@ _KNOWN = """
 _DOUBTFUL = """
     SELECT file, row FROM known GROUP BY file, row HAVING NOT bool_or(is_same) ORDER BY file, row
 """
-"""Rows of files modified since the earlier run."""
 _STATES = f"""
     CREATE TABLE states AS
     SELECT file, row, coalesce(min(state) FILTER (is_same OR known.content = found.content),

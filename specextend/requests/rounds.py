@@ -183,7 +183,6 @@ class _InParts:
     confidence: list[Values] | None = None
 
     def rounds(self) -> Rounds:
-        """Yield the parts, then merges until one text is left."""
         part_prompts = PartPrompts(self.prompts)
         limit = max_new_tokens_of(self.config, self.row)
         parts = part_prompts.parts(self.row.text, limit, self.row.instruction)

@@ -181,8 +181,7 @@ class PartPrompts:
         return num_tokens + outputs + templates, outputs + max_new_tokens
 
     def _entry_size(self, entry: str) -> int:
-        """Count the tokens of an entry, with one for the joint to the next entry."""
-        return len(self._merge.encode_document(entry)) + 1
+        return len(self._merge.encode_document(entry)) + 1  # the joint to the next entry
 
     def _usual_size(self, max_new_tokens: int) -> int:
         try:

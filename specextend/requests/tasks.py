@@ -117,7 +117,6 @@ def _together(answered: tuple[Answered, ...]) -> Summary:
 
 
 def _task_rows(answered: Iterable[Answered]) -> list[Values]:
-    """Return the entries of the column `tasks`: columns of each text, or of each failure."""
     found: list[Values] = []
     for task, row, state in answered:
         made: Values
