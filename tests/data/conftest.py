@@ -72,17 +72,6 @@ def done():
     return done
 
 
-@pytest.fixture
-def failed():
-    """A row of a document given up."""
-
-    def failed(file, row, error_class="NullText"):
-        told = {"error_class": error_class, "message": "why", "stage": "read", "retryable": False, "attempts": 1}
-        return {"file": file, "row": row, "doc_id": f"id-{file}-{row}", **told}
-
-    return failed
-
-
 @pytest.fixture(scope="session")
 def plain_tokenizer():
     """One token a byte, with control tokens of both kinds: special ones, and an added one that is not special."""

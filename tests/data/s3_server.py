@@ -21,12 +21,8 @@ class Endpoint:
     url: str
     requests: list[tuple[str, str]] = field(default_factory=list)
     """(method, path with query) in the order of arrival."""
-    is_down: bool = False
-    """Whether it answers every request with 503."""
-    refuses: Callable[[str, str], bool] = lambda method, path: False
-    """Which requests (method, path with query) it answers with 403, which no client tries again."""
-    empties: Callable[[str, str], bool] = lambda method, path: False
-    """Which requests it answers with 200 and nothing."""
+    fault: Callable[[str, str], str | None] = lambda method, path: None
+    """The status with which a request (method, path with query) is answered, and nothing else; None for an answer."""
 
     @property
     def environment(self):
@@ -52,8 +48,7 @@ class Endpoint:
 
     def empty(self):
         """Make the bucket, or delete what is in it, forget the requests, and answer all of them."""
-        self.is_down = False
-        self.refuses = self.empties = lambda method, path: False
+        self.fault = Endpoint.fault
         client = self._client()
         client.create_bucket(Bucket=BUCKET)
         for name in self.files():
@@ -61,13 +56,8 @@ class Endpoint:
         self.requests.clear()
 
     def _client(self):
-        return boto3.client(
-            "s3",
-            endpoint_url=self.url,
-            region_name="us-east-1",
-            aws_access_key_id=ACCESS_KEY,
-            aws_secret_access_key=SECRET_KEY,
-        )
+        keys = {"aws_access_key_id": ACCESS_KEY, "aws_secret_access_key": SECRET_KEY}
+        return boto3.client("s3", endpoint_url=self.url, region_name="us-east-1", **keys)
 
 
 class _Quiet(WSGIRequestHandler):
@@ -85,15 +75,9 @@ def s3_server():
         query = environ["QUERY_STRING"]
         request = (environ["REQUEST_METHOD"], environ["PATH_INFO"] + (f"?{query}" if query else ""))
         endpoint.requests.append(request)
-        if endpoint.is_down:
-            start_response("503 Slow Down", [("Content-Length", "0")])
-            return []
-        if endpoint.refuses(*request):
+        if status := endpoint.fault(*request):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            start_response("403 Forbidden", [("Content-Length", "0")])
-            return []
-        if endpoint.empties(*request):
-            start_response("200 OK", [("Content-Length", "0")])
+            start_response(status, [("Content-Length", "0")])
             return []
         return moto(environ, start_response)
 

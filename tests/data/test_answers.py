@@ -13,7 +13,7 @@ from tests.refused import refused
 
 
 def whole(field, **others):
-    return json.dumps({"type": "object", "properties": {"a": field}, "required": ["a"], **others})
+    return json.dumps({"type": "object", "properties": {"a": field}, "required": ["a"]} | others)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,10 @@ def test_the_shortest_answer_is_one(field, shortest):
 
 
 BIG = 1413617112501850121
+DEFS = {
+    "big": {"enum": [-BIG]},
+    "open": {"type": "object", "properties": {"b": {"type": "string", "nullable": True}}},
+}
 
 
 @pytest.mark.parametrize(
@@ -58,8 +62,7 @@ BIG = 1413617112501850121
 )
 def test_what_a_grammar_would_round_or_pass_over_is_refused(field, message):
     """A label was right in the text and another number in its column; `nullable` fields were never null."""
-    inner = {"type": "object", "properties": {"b": {"type": "string", "nullable": True}}}
-    defs = {"big": {"enum": [-BIG]}} if "big" in str(field) else {"open": inner} if "open" in str(field) else {}
+    defs = {name: each for name, each in DEFS.items() if name in str(field)}
     text = whole("FIELD", **{"$defs": defs}).replace('"FIELD"', field if isinstance(field, str) else json.dumps(field))
     assert re.search(message, refused(schema_of, text))
 
@@ -93,9 +96,7 @@ def test_a_long_string_or_list_takes_no_memory(least):
 
 def test_fields_of_which_one_is_needed_have_a_shortest_answer():
     """A schema may say so beside its fields, without a type."""
-    fields = {"a": {"type": "string"}, "b": {"type": "string"}}
-    needs = [{"required": ["a"]}, {"required": ["b"]}]
-    assert shortest_answer(json.dumps({"type": "object", "properties": fields, "anyOf": needs})) == "{}"
+    assert shortest_answer(whole({"type": "string"}, required=[], anyOf=[{"required": ["a"]}])) == "{}"
 
 
 HALVES = '{"a": "\\ud83d\\ude00 \\ud800", "b": [{"c": "\\udc00\\ud800"}], "d": "\\\\ud800"}'

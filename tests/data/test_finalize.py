@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pyarrow import fs
 
 from scripts.simulated_store import SimulatedStore
+from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
 from specextend.data.finalize import SortedRows, finalize, unfinished
 from specextend.data.run_folder import Counts
@@ -20,6 +21,7 @@ from specextend.data.storage import Location, exists
 from specextend.report import RunFigures, write_report
 from tests.damage import damage
 from tests.data.conftest import opened
+from tests.properties.rows import failed
 
 
 @pytest.fixture
@@ -60,13 +62,13 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("num_files", range(6))
-def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(num_files, source, output, done, failed):
+def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(num_files, source, output, done):
     """Each file is whole or not there, so a second finalize only adds what is missing. An input file has one file of
     results, and rows stand in its order.
     """
     writer = CommitWriter(output, "0000000a")
     writer.commit([done(2, 1), done(0, 2)])
-    writer.commit([failed(2, 0), done(0, 0), failed(0, 1)])
+    writer.commit([failed(DocumentKey(2, 0)), done(0, 0), failed(DocumentKey(0, 1))])
     left = iter(range(num_files))
 
     def replace(old, new, rename=os.replace):
@@ -87,8 +89,8 @@ def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(num_files,
     assert read(output, "summaries", 0)["topic"].to_pylist() == [[{"name": "a0"}], []]
     errors = [read(output, "errors", number) for number in (0, 2)]
     assert [table.select(["doc_id", "n"]).to_pylist() for table in errors] == [
-        [{"doc_id": "id-0-1", "n": 1}],
-        [{"doc_id": "id-2-0", "n": 3}],
+        [{"doc_id": "0.parquet:1", "n": 1}],
+        [{"doc_id": "2.parquet:0", "n": 3}],
     ]
     assert not exists(output.child("errors", "part-00001.parquet"))
     assert not list(Path(output.path).rglob(".*")), "no litter of the killed one is left"

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize, unfinished
 from specextend.data.fingerprint import read_manifest, write_manifest
@@ -17,6 +18,7 @@ from specextend.data.quality import answer_words
 from specextend.data.schema import COMMIT_SCHEMA
 from specextend.report import RunFigures, build_report, write_report
 from tests.data.conftest import opened
+from tests.properties.rows import failed
 from tests.report.made_up import config_of, write_manifest_file
 
 PLACES = ("Aaren Bisk Corl", "Dunmar Ebel Fosk", "Garn Hult Ivel", "Jorn Kelm Lask", "Morv Nelk Ospel")
@@ -88,10 +90,9 @@ def test_texts_that_fit_any_document_are_flagged(seed, source, output, told, tmp
 def test_rows_that_are_done_again_change_the_flags_of_others(source, output, told):
     """A text is generic beside others: if they become better or worse, files that nobody wrote to are stale."""
     writer = CommitWriter(output, "0000000a")
-    failed = {"error_class": "WorkerDied", "message": "why", "stage": "decode", "retryable": True, "attempts": 3}
     missing = range(LEAST_ANSWERS - 1, len(DOCUMENTS))
     writer.commit([told(row, ANSWERS[row]) for row in range(LEAST_ANSWERS - 1)])
-    writer.commit([{"file": 0, "row": row, "doc_id": f"id-0-{row}", **failed} for row in missing])
+    writer.commit([failed(DocumentKey(0, row)) for row in missing])
     finalize(source, output)
     assert flagged(output) == set(), "there are too few answers"
     writer.commit([told(row, ANSWERS[row]) for row in missing])

@@ -6,6 +6,7 @@ from specextend.data.inputs import InputError, InputOptions, InputUnreachableErr
 from specextend.data.listing import list_input
 from specextend.data.source import open_source
 from tests.data.conftest import opened
+from tests.refused import refused
 
 
 def test_a_folder_is_searched_in_path_order_without_hidden_and_other_files(tmp_path, write):
@@ -19,7 +20,9 @@ def test_a_folder_is_searched_in_path_order_without_hidden_and_other_files(tmp_p
 def test_files_that_are_not_read_are_counted_by_what_they_end_in(tmp_path, write):
     """Half a corpus may lie there in another format; what tools leave behind under hidden names does not count."""
     write("in/a.parquet", {"text": ["x"]})
-    for name in (
+    for folder in ("deep", "_old"):
+        (tmp_path / "in" / folder).mkdir()
+    for name in [
         "b.jsonl",
         "deep/c.jsonl",
         "d.jsonl.gz",
@@ -28,9 +31,8 @@ def test_files_that_are_not_read_are_counted_by_what_they_end_in(tmp_path, write
         "_SUCCESS",
         ".a.crc",
         "_old/f.csv",
-    ):
-        (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "in" / name).write_text("{}")
+    ]:
+        (tmp_path / "in" / name).touch()
     source = opened(tmp_path / "in")
     assert source.skipped == {".jsonl": 2, ".jsonl.gz": 1, "without an extension": 1, ".parquet.zip": 1}
     said = "2 .jsonl, 1 .jsonl.gz, 1 .parquet.zip, 1 without an extension"
@@ -43,12 +45,18 @@ def test_files_that_are_not_read_are_counted_by_what_they_end_in(tmp_path, write
         list_input(str(tmp_path / "in"))
 
 
-def test_a_glob_is_relative_to_the_folder_before_its_first_wildcard(tmp_path, write):
-    for name in ("in/2024/x.parquet", "in/2025/x.parquet", "in/2025/deep/x.parquet"):
+@pytest.mark.parametrize(
+    "pattern, names",
+    [
+        ("20*/x.parquet", ("2024/x.parquet", "2025/x.parquet")),
+        ("2025/**/x.parquet", ("deep/x.parquet", "x.parquet")),
+        ("2025/?.parquet", ("x.parquet",)),
+    ],
+)
+def test_a_glob_is_relative_to_the_folder_before_its_first_wildcard(tmp_path, write, pattern, names):
+    for name in ("2024/x.parquet", "2025/x.parquet", "2025/deep/x.parquet"):
         write(name, {"text": ["x"]})
-    assert list_input(f"{tmp_path}/in/20*/x.parquet").relative_paths == ("2024/x.parquet", "2025/x.parquet")
-    assert list_input(f"{tmp_path}/in/2025/**/x.parquet").relative_paths == ("deep/x.parquet", "x.parquet")
-    assert list_input(f"{tmp_path}/in/2025/?.parquet").relative_paths == ("x.parquet",)
+    assert list_input(f"{tmp_path}/{pattern}").relative_paths == names
 
 
 @pytest.mark.parametrize("pattern", ["", "/**/*.parquet"])
@@ -109,15 +117,10 @@ def test_input_and_output_must_be_apart(tmp_path, write, path, output, message):
         open_source(InputOptions(path=str(tmp_path / path)), OutputOptions(path=str(tmp_path / output)))
 
 
-RECORDS = {
-    "Delta": "_delta_log/00000000000000000000.json",
-    "Hudi": ".hoodie/hoodie.properties",
-    "Iceberg": "metadata/00002-9c12d441-03fe-4693-9a96-a0705ddf69c1.metadata.json",
-}
-EXPORTS = {
-    "Delta": "COPY (FROM delta_scan('{}')) TO",
-    "Hudi": "spark.read.format(\"hudi\").load('{}')",
-    "Iceberg": "iceberg_scan('{}')",
+TABLES = {
+    "Delta": ("_delta_log/00000000000000000000.json", "COPY (FROM delta_scan('{}')) TO"),
+    "Hudi": (".hoodie/hoodie.properties", "spark.read.format(\"hudi\").load('{}')"),
+    "Iceberg": ("metadata/00002-9c12d441-03fe-4693-9a96-a0705ddf69c1.metadata.json", "iceberg_scan('{}')"),
 }
 
 
@@ -138,25 +141,23 @@ EXPORTS = {
         "/link.parquet",
     ],
 )
-@pytest.mark.parametrize("kind", RECORDS)
+@pytest.mark.parametrize("kind", TABLES)
 def test_a_table_is_refused_by_its_name_with_the_line_that_exports_it(tmp_path, write, kind, path):
     """Its files hold rows that were deleted, which would come back in the summaries with exit 0."""
     write("lake/orders/data/day=1/a.parquet", {"text": ["x"]})
     write("lake/plain/metadata/b.parquet", {"text": ["x"]})
-    for name in ("links", "lake/plain"):
-        (tmp_path / name).mkdir(exist_ok=True)
+    (tmp_path / "links").mkdir()
     folder = tmp_path / "lake/orders/data/day=1"
     for link in ("link", "links/one"):
         (tmp_path / link).symlink_to(folder)
     (tmp_path / "link.parquet").symlink_to(folder / "a.parquet")
     assert list_input(f"{tmp_path}{path}").relative_paths
-    record = tmp_path / "lake" / "orders" / RECORDS[kind]
-    record.parent.mkdir()
-    record.write_text("{}")
-    with pytest.raises(InputError) as refused:
-        list_input(f"{tmp_path}{path}")
-    message = str(refused.value)
+    record, export = TABLES[kind]
+    orders = tmp_path / "lake/orders"
+    (orders / record).parent.mkdir()
+    (orders / record).write_text("{}")
+    message = refused(list_input, f"{tmp_path}{path}", kind=InputError)
     assert f"input.path {tmp_path}{path} belongs to a{'n' * (kind == 'Iceberg')} {kind} table (" in message
-    assert EXPORTS[kind].format(f"{tmp_path}/lake/orders") in message
+    assert export.format(orders) in message
     assert list_input(f"{tmp_path}/lake/plain").relative_paths == ("metadata/b.parquet",)
     assert list_input(f"{tmp_path}/lake/pl*/**").relative_paths == ("plain/metadata/b.parquet",)

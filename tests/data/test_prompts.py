@@ -31,28 +31,15 @@ def shown(tokenizer, text, **options):
     return str(tokenizer.decode(render(tokenizer, text, **options).token_ids))
 
 
-def test_a_chat_template_takes_system_instruction_and_document(chat_tokenizer):
-    assert shown(chat_tokenizer, "A TEXT", instruction="Do:", system="Be brief.") == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\nDo:\n\nA TEXT<|im_end|>\n<|im_start|>assistant\n"
-    )  # fmt: skip
-    text = shown(chat_tokenizer, "A TEXT", instruction="Text: {{ document }}\nSummarise it.")
-    assert "user\nText: A TEXT\nSummarise it.<|im_end|>" in text
-    text = shown(chat_tokenizer, "A TEXT")
-    assert render(chat_tokenizer, "A TEXT").token_ids == chat_tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def test_a_model_without_chat_template_gets_a_plain_one(plain_tokenizer):
-    assert shown(plain_tokenizer, "A TEXT", instruction="Do:", system="Be.") == "Be.\n\nDo:\n\nA TEXT\n\nSummary:"
-
-
-def test_examples_are_turns_before_the_question(chat_tokenizer, plain_tokenizer):
-    examples = (Example(user="Do:\n\nOTHER", assistant="It."),)
-    text = shown(chat_tokenizer, "A TEXT", instruction="Do:", examples=examples)
-    assert text.startswith("<|im_start|>user\nDo:\n\nOTHER<|im_end|>\n<|im_start|>assistant\nIt.<|im_end|>\n")
-    assert text.endswith("user\nDo:\n\nA TEXT<|im_end|>\n<|im_start|>assistant\n")
-    text = shown(plain_tokenizer, "A TEXT", instruction="Do:", examples=examples)
-    assert text == "Do:\n\nOTHER\n\nSummary: It.\n\nDo:\n\nA TEXT\n\nSummary:"
+def test_a_prompt_has_system_examples_instruction_and_document(chat_tokenizer, plain_tokenizer):
+    """A model without a chat template gets a plain one."""
+    options = {"system": "Be.", "examples": (Example(user="Do:\n\nOTHER", assistant="It."),)}
+    assert shown(chat_tokenizer, "A TEXT", instruction="Text: {{ document }}\nDo it.", **options) == (
+        "<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user\nDo:\n\nOTHER<|im_end|>\n<|im_start|>assistant\nIt."
+        "<|im_end|>\n<|im_start|>user\nText: A TEXT\nDo it.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    text = shown(plain_tokenizer, "A TEXT", instruction="Do:", **options)
+    assert text == "Be.\n\nDo:\n\nOTHER\n\nSummary: It.\n\nDo:\n\nA TEXT\n\nSummary:"
 
 
 @pytest.mark.parametrize("is_special", [True, False])
@@ -163,28 +150,19 @@ def test_a_rows_own_instruction_takes_room(chat_tokenizer):
         prompts.render("x", 0, around_document("b" * 120))
 
 
-@pytest.mark.parametrize(
-    "policy, kept", [("head", "abcde"), ("tail", "vwxyz"), ("middle", "abcyz")]
-)  # fmt: skip
-def test_an_over_long_document_keeps_what_the_policy_names(plain_tokenizer, policy, kept):
-    prompts = Prompts(plain_tokenizer, PromptOptions(instruction="", length_policy=policy), 10_000)
-    limit = prompts.num_template_tokens + 5 + 16
-    prompt = render(plain_tokenizer, "abcdefghijklmnopqrstuvwxyz", limit, 16, instruction="", length_policy=policy)
+@pytest.mark.parametrize("policy, kept", [("head", "abcde"), ("tail", "vwxyz"), ("middle", "abcyz"), ("error", None)])
+def test_an_over_long_document_keeps_what_the_policy_names_or_is_a_row_error(plain_tokenizer, policy, kept):
+    options = {"instruction": "", "length_policy": policy}
+    limit = len("\n\nSummary:") + 5 + 16
+    assert render(plain_tokenizer, "abcde", limit, 16, **options).num_dropped_tokens == 0
+    if kept is None:
+        with pytest.raises(DocumentError, match="PromptTooLong: the prompt has 36 tokens, the limit is 15") as caught:
+            render(plain_tokenizer, string.ascii_lowercase, limit, 16, **options)
+        assert caught.value.stage == "prompt"
+        return
+    prompt = render(plain_tokenizer, string.ascii_lowercase, limit, 16, **options)
     assert plain_tokenizer.decode(prompt.token_ids) == f"{kept}\n\nSummary:"
-    assert prompt.num_dropped_tokens == 21
-    assert prompt.length_policy == policy
-    assert len(prompt.token_ids) == limit - 16
-
-
-def test_under_policy_error_an_over_long_document_is_a_row_error(plain_tokenizer):
-    options = {"instruction": "", "length_policy": "error"}
-    template = len("\n\nSummary:")
-    assert render(plain_tokenizer, "abc", template + 3 + 4, 4, **options).num_dropped_tokens == 0
-    with pytest.raises(DocumentError, match="PromptTooLong: the prompt has 14 tokens, the limit is 13") as caught:
-        render(plain_tokenizer, "abcd", template + 3 + 4, 4, **options)
-    assert caught.value.stage == "prompt"
-    with pytest.raises(DocumentError, match="no room for a document"):
-        render(plain_tokenizer, "x", limit=20, max_new_tokens=18, length_policy="error")
+    assert (prompt.num_dropped_tokens, prompt.length_policy) == (21, policy)
 
 
 def test_a_plain_template_begins_with_bos_where_the_tokenizer_does(plain_tokenizer):
@@ -202,62 +180,54 @@ def test_a_plain_template_begins_with_bos_where_the_tokenizer_does(plain_tokeniz
     assert ids.count(bos) == 1
 
 
-@pytest.mark.parametrize(
-    "template, message",
-    [
-        ("{{ raise_exception('no system role') }}", "refuses the prompt .*leave out prompt.system"),
-        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "renders a document 2 times"),
-        ("{{ messages[-1].content[:900] }}", "does not render all of the document's message"),
-        ("{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4, r"does not end within 1 s"),
-        ("{{ ['a', 'b'] | random }} {{ messages[0].content }}", "draws at random"),
-        ("{{ messages[0].content }} {{ messages | map('upper') }}", "a place in memory"),
-    ],
-)
-def test_a_template_that_cannot_take_the_document_is_refused(plain_tokenizer, template, message, monkeypatch):
-    """It comes with the model, and each of its loops may have 100,000 turns."""
-    monkeypatch.setattr("specextend.data.prompts.TEMPLATE_S", 1.0)
-    tokenizer = type(plain_tokenizer)(tokenizer_object=plain_tokenizer.backend_tokenizer)
-    tokenizer.chat_template = template
-    with pytest.raises(ValueError, match=message):
-        Prompts(tokenizer, PromptOptions(), 1000)
-
-
 EXAMPLES = (Example(user="Do: a b", assistant="It."), Example(user="Do: a b", assistant="<t></think> Is."))
 EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    "template, dropped",
+    "template, message",
     [
-        ("{{ messages[-1].content }}", "prompt.system"),
-        ("{{ messages[0].content[:9] }}{% for m in messages[1:] %}{{ m.content }}{% endfor %}", "prompt.system"),
-        ("{% for m in [messages[0]] + messages[2:] %}{{ m.content }}{% endfor %}", "prompt.examples[0].user"),
-        ("{% for m in messages %}{{ m.content if m.role != 'assistant' }}{% endfor %}", "prompt.examples[0].assistant"),
-        ("{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}", "prompt.examples[1].assistant"),
-        ("{% for m in messages %}{{ m.content.split('\n\n')[-1] }}{% endfor %}", "the document's message"),
-        ("{% for m in messages %}{{ m.content | replace(' ', '  ') | trim }}{% endfor %}", None),
+        ("{{ raise_exception('no system role') }}", "if it takes no system message, leave out prompt.system"),
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "renders a document 2 times"),
+        ("{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4, "does not end within 1 s"),
+        ("{{ ['a', 'b'] | random }}" + EACH, "draws at random"),
+        (EACH + "{{ messages | map('upper') }}", "a place in memory"),
+        ("{{ messages[-1].content }}", "all of prompt.system;"),
+        (
+            "{{ messages[0].content[:9] }}{% for m in messages[1:] %}{{ m.content }}{% endfor %}",
+            "all of prompt.system;",
+        ),
+        ("{% for m in [messages[0]] + messages[2:] %}{{ m.content }}{% endfor %}", "all of prompt.examples[0].user;"),
+        (EACH.replace("}}", "if m.role != 'assistant' }}"), "all of prompt.examples[0].assistant;"),
+        (EACH.replace("content", "content.split('</think>')[-1]"), "all of prompt.examples[1].assistant;"),
+        (EACH.replace("content", "content.split('\n\n')[-1]"), "does not render all of the document's message;"),
+        (EACH.replace("content", "content | replace(' ', '  ') | trim"), None),
     ],
 )
-def test_a_template_that_drops_what_it_is_given_is_refused(chat_tokenizer, template, dropped):
-    """A night's documents were summarised without the system message, and nobody was told."""
-    tokenizer = copy.copy(chat_tokenizer)
-    tokenizer.chat_template = template
+def test_a_template_that_cannot_take_what_it_is_given_is_refused(chat_tokenizer, template, message, monkeypatch):
+    """It comes with the model, and each of its loops may have 100,000 turns. A night's documents were summarised
+    without the system message, and nobody was told.
+    """
+    monkeypatch.setattr("specextend.data.prompts.TEMPLATE_S", 1.0)
     options = PromptOptions(system="Be brief: a b Do: a b", examples=EXAMPLES)
-    if dropped is None:
+    make(chat_tokenizer, template, options, message)
+
+
+def make(tokenizer, template, options, message):
+    """Make prompts of a template, which is refused with `message` if there is one."""
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = template
+    if message is None:
         assert Prompts(tokenizer, options, 10_000).num_template_tokens
     else:
-        with pytest.raises(ValueError, match=re.escape(f"the chat template does not render all of {dropped};")):
+        with pytest.raises(ValueError, match=re.escape(message)):
             Prompts(tokenizer, options, 10_000)
 
 
 @pytest.mark.parametrize(
     "template, options, message",
     [
-        (
-            "{% if think %}T{% endif %}",
-            {"thinks": True},
-            "thinks: the chat template takes no such variable; did you mean think?",
-        ),
+        ("{% if think %}T{% endif %}", {"thinks": True}, "takes no such variable; did you mean think?"),
         (
             "{% macro f(think) %}{{ think }}{% endmacro %}{{ f(1) }}{# think #}",
             {"think": True},
@@ -283,13 +253,7 @@ def test_a_template_that_drops_what_it_is_given_is_refused(chat_tokenizer, templ
 )
 def test_an_option_that_the_template_takes_no_notice_of_is_refused(chat_tokenizer, template, options, message):
     """`enable_thinking: "false"` is true for a template, and a misspelt one nothing: a night of thoughts."""
-    tokenizer = copy.copy(chat_tokenizer)
-    tokenizer.chat_template = template + EACH
-    if message is None:
-        assert shown(tokenizer, "x", template_options=options)
-    else:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            Prompts(tokenizer, PromptOptions(template_options=options), 10_000)
+    make(chat_tokenizer, template + EACH, PromptOptions(template_options=options), message)
 
 
 WORDS = "The committee found that reports, once written, are not read. In 1,024 cases (see below) nobody's was.\n"

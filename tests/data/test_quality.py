@@ -25,67 +25,46 @@ DOCUMENT = "The committee met on Monday in the old town hall and spoke about the
 DEFAULTS = QualityOptions()
 RUSSIAN = "Комитет собрался в понедельник, бюджет принят."
 
+SUMMARIZE = "Summarize the document."
+NAME = "Name what the committee decided on Monday about schools."
+
 
 def assessed(
-    text,
-    document=DOCUMENT,
-    options=DEFAULTS,
-    token_ids=(1, 2, 3),
-    reason="stop",
-    reference=None,
-    dropped=0,
-    instruction="",
-    examples=(),
+    text, document=DOCUMENT, options=DEFAULTS, token_ids=(), reason="stop", reference=None, dropped=0, **asked
 ):
     completion = Completion("x", list(token_ids), text, reason, DecodingStats())
-    return assess(completion, document, dropped, reference, options, instruction, examples=examples)
+    return assess(completion, document, dropped, reference, options, **asked)
 
 
 @pytest.mark.parametrize(
-    "text, token_ids, reason, flags",
+    "text, given, flags",
     [
-        ("A summary.", [1, 2, 3], "stop", []),
-        (" \n", [1], "stop", ["empty"]),
-        ("cut off", [1, 2], "length", ["truncated"]),
-        ("no no no", [7] * 30, "repetition", ["repeated"]),
-        ("no no no", [7] * 24, "stop", ["repeated"]),
-        ("no no no", [7] * 23, "stop", []),
+        ("A summary.", {}, []),
+        (" \n", {}, ["empty"]),
+        ("cut off", {"reason": "length"}, ["truncated"]),
+        ("no no no", {"token_ids": [7] * 30, "reason": "repetition"}, ["repeated"]),
+        ("no no no", {"token_ids": [7] * 24}, ["repeated"]),
+        ("no no no", {"token_ids": [7] * 23}, []),
+        ("one two three four " * 4, {}, ["repeated_ngrams"]),  # 13 runs, 4 of them different
+        ("one two three four five one two three four six", {}, []),  # 1 of 7 runs
+        (" ".join(DOCUMENT.split()[3:15]), {}, ["copied"]),
+        ("The council met on Monday in the old town hall and chose a mayor.", {}, []),  # 2 of 7 runs
+        (RUSSIAN, {}, ["wrong_script"]),
+        ("The committee (комитет) met on Monday.", {}, []),
+        ("It met.\u202edeveileb", {}, ["control_characters"]),
+        ("It met.\r\n\tThen it left.", {}, []),
+        # small models answer with eight words of their instruction in a row, or all of a shorter one
+        ("Please summarize the document: it met.", {"instruction": SUMMARIZE}, ["echo"]),
+        ("What the committee decided.", {"instruction": NAME}, []),
+        # a text about which 2.5% of its document, or five words, decided looked as good as any other
+        ("It met.", {"dropped": 1}, ["shortened"]),
+        ("It met.", {"document": "See the\n" + "- " * 5_000 + "annex."}, ["short_document"]),
+        ("开会", {"document": "委员会星期一开会讨论学校预算"}, []),
     ],
 )
-def test_flags_of_the_tokens(text, token_ids, reason, flags):
-    """How the output ended: nothing of its words has to be read for that."""
-    assert assessed(text, token_ids=tuple(token_ids), reason=reason).quality_flags == flags
-
-
-@pytest.mark.parametrize(
-    "text, flags",
-    [
-        ("one two three four " * 4, ["repeated_ngrams"]),  # 13 runs, 4 of them different
-        ("one two three four five one two three four six", []),  # 1 of 7 runs
-        (" ".join(DOCUMENT.split()[3:15]), ["copied"]),
-        ("The council met on Monday in the old town hall and chose a mayor.", []),  # 2 of 7 runs
-        (RUSSIAN, ["wrong_script"]),
-        ("The committee (комитет) met on Monday.", []),
-        ("It met.\u202edeveileb", ["control_characters"]),
-        ("It met.\r\n\tThen it left.", []),
-    ],
-)
-def test_flags_of_the_text(text, flags):
+def test_flags_are_raised_by_what_is_unusual_alone(text, given, flags):
     """A flag that is raised by what is usual is one that nobody looks at."""
-    assert assessed(text).quality_flags == flags
-
-
-@pytest.mark.parametrize(
-    "instruction, text, flags",
-    [
-        ("Summarize the document.", "Please summarize the document: it met.", ["echo"]),
-        ("Name what the committee decided on Monday about schools.", "What the committee decided.", []),
-        ("", "It met.", []),
-    ],
-)
-def test_a_text_that_repeats_what_was_asked_is_flagged(instruction, text, flags):
-    """Small models answer with their instruction: eight words of it in a row, or all of a shorter one."""
-    assert assessed(text, instruction=instruction).quality_flags == flags
+    assert assessed(text, **given).quality_flags == flags
 
 
 EXAMPLE = "library, lending of tools, drills, ladders, sewing machines"
@@ -109,23 +88,6 @@ def test_an_answer_that_is_copied_from_an_example_is_flagged(example, text, flag
     """It was unflagged that a text about something else lent tools; what the document says, too, is no copy."""
     found = assessed(text, examples=["The library lends tools since May.", example]).quality_flags
     assert [flag for flag in found if flag == "echo"] == flags
-
-
-@pytest.mark.parametrize(
-    "document, dropped, flags",
-    [
-        (DOCUMENT, 0, []),
-        (DOCUMENT, 1, ["shortened"]),
-        ("See the\n" + "- " * 5_000 + "annex.", 0, ["short_document"]),
-        ("委员会星期一开会讨论学校预算", 0, []),
-    ],
-)
-def test_flags_of_the_document(document, dropped, flags):
-    """A text about which 2.5% of its document, or five words, decided looked as good as any other."""
-    assert assessed("It met.", document, dropped=dropped).quality_flags == [
-        *(["wrong_script"] if not document.isascii() else []),
-        *flags,
-    ]
 
 
 ENGLISH = "The committee met on Monday in the old town hall. It spoke about the schools and what their roofs cost."

@@ -9,14 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.core import DocumentKey
-from specextend.data.commits import CommitWriter, pending, read_commits
+from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, differences, write_manifest
 from specextend.data.inputs import InputError, InputOptions
 from specextend.data.selection import find_earlier, recall_selection, select_rows, write_selection
 from specextend.data.source import open_source
-from tests.data.conftest import location
-from tests.properties.rows import done
+from tests.data.conftest import location, opened
+from tests.properties.rows import done, failed
 
 
 @pytest.fixture
@@ -58,15 +58,18 @@ def test_a_sample_depends_on_ids_alone(corpus, write):
     assert len(ids_of(select_rows(open_source(corpus(sample=3))))) == 3
 
 
-def test_a_selection_that_makes_no_sense_is_refused(corpus):
-    with pytest.raises(InputError, match="matches none of 10 rows"):
-        select_rows(open_source(corpus(filter="pages > 9")))
-    with pytest.raises(InputError, match=r"has no column 'page' \(input.filter\)"):
-        select_rows(open_source(corpus(filter="page > 9")))
-    with pytest.raises(ValueError, match="fraction between 0 and 1"):
-        InputOptions(path="in", sample=1.5)
-    with pytest.raises(ValueError, match="credentials"):
-        InputOptions(path="in", except_done_in=("s3://key:secret@bucket/out",))
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"filter": "pages > 9"}, "matches none of 10 rows"),
+        ({"filter": "page > 9"}, "has no column 'page' (input.filter)"),
+        ({"sample": 1.5}, "fraction between 0 and 1"),
+        ({"except_done_in": ("s3://key:secret@bucket/out",)}, "credentials"),
+    ],
+)
+def test_a_selection_that_makes_no_sense_is_refused(corpus, options, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        select_rows(open_source(corpus(**options)))
 
 
 @pytest.mark.parametrize(
@@ -82,20 +85,28 @@ def test_a_selection_that_makes_no_sense_is_refused(corpus):
         ([1 << 60] * 2, [0.5, 1.5], "input.filter 'n' has a value that does not fit into double"),
     ],
 )
-def test_a_filter_means_the_same_in_all_files(tmp_path, write, one, other, message):
+def test_a_filter_means_the_same_in_all_files(filtered, one, other, message):
     """Text was compared as text, and `m.Land` was `m.land`: exit 0, and some rows too many or too few."""
-    for name, values in (("a", one), ("b", other)):
-        write(f"in/{name}.parquet", {"text": ["t"] * 2, "n": values})
     with pytest.raises(InputError, match=re.escape(message)):
-        select_rows(open_source(InputOptions(path=str(tmp_path / "in"), filter="n > '9' or n is null")))
+        filtered("n > '9' or n is null", one, other)
 
 
-def test_a_filter_compares_numbers_of_different_files_as_one_type(tmp_path, write):
+def test_a_filter_compares_numbers_of_different_files_as_one_type(filtered):
     """As text, 1 was `1` in one file and `1.0` in another."""
-    for name, values in (("a", [1, 2]), ("b", [1.0, 0.5]), ("c", [None, None])):
-        write(f"in/{name}.parquet", {"text": ["t"] * 2, "n": values})
-    source = select_rows(open_source(InputOptions(path=str(tmp_path / "in"), filter="n::VARCHAR = '1.0'")))
+    source = filtered("n::VARCHAR = '1.0'", [1, 2], [1.0, 0.5], [None, None])
     assert [source.place(key) for key in keys_of(source)] == ["a.parquet:0", "b.parquet:0"]
+
+
+@pytest.fixture
+def filtered(tmp_path, write):
+    """Choose rows of files a, b and so on, each with two values of n."""
+
+    def filtered(condition, *files):
+        for name, values in zip("abc", files, strict=False):
+            write(f"in/{name}.parquet", {"text": ["t"] * 2, "n": values})
+        return select_rows(opened(tmp_path / "in", filter=condition))
+
+    return filtered
 
 
 def test_only_the_ids_of_rows_that_are_wanted_are_checked(tmp_path, write):
@@ -137,21 +148,15 @@ def night(options, output, *, failing="", retryable=True, max_new_tokens=5):
     source = select_rows(whole, earlier, notes)
     write_selection(source, output)
     write_manifest(output, manifest_of(source, max_new_tokens))
-    CommitWriter(output, "0" * 8).commit([result_of(source, key, failing, retryable) for key in keys_of(source)])
-    assert not list(pending(map(source.rows, range(len(source.files))), read_commits(output)))
+    results = []
+    for key in keys_of(source):
+        row = source.read(key)
+        found = failed(key) | {"retryable": retryable} if row.doc_id == failing else done(key, f"summary of {row.text}")
+        results.append(found | {"doc_id": row.doc_id, "content_sha256": row.content_sha256})
+    CommitWriter(output, "0" * 8).commit(results)
     counts = finalize(source, output)
-    assert counts.rows == source.num_rows
-    assert counts.errors == int(bool(failing))
+    assert (counts.rows, counts.errors) == (source.num_rows, int(bool(failing)))
     return source
-
-
-def result_of(source, key, failing, retryable):
-    row = source.read(key)
-    own = {"doc_id": row.doc_id, "content_sha256": row.content_sha256}
-    if own["doc_id"] == failing:
-        facts = {"error_class": "Bad", "message": "why", "stage": "decode", "retryable": retryable}
-        return {**key._asdict(), **own, **facts, "attempts": 1}
-    return done(key, f"summary of {row.text}") | own
 
 
 def counts_of(source):

@@ -3,7 +3,7 @@
 from datetime import date
 from decimal import Decimal
 from itertools import product
-from urllib.parse import quote
+from urllib.parse import unquote
 
 import duckdb
 import pyarrow as pa
@@ -21,8 +21,8 @@ from tests.refused import refused
 NOT_UTF8 = pa.array([b"\xff\xfe"]).cast(pa.string(), safe=False)
 
 
-def keys(source):
-    return [DocumentKey(file.number, row) for file in source.files for row in range(file.num_rows)]
+def run_error(path, **options):
+    return refused(lambda: select_rows(opened(path, **options)), kind=InputError)
 
 
 def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path, write):
@@ -32,9 +32,7 @@ def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path, write
     (tmp_path / "in" / "c.parquet").write_bytes(b"no Parquet")
     (tmp_path / "in" / "c.csv").write_bytes(b"text\nnot Parquet either\n")
     write("in/d.parquet", {"text": ["fine"]})
-    with pytest.raises(InputError) as caught:
-        opened(tmp_path / "in" / "*")
-    message = str(caught.value)
+    message = run_error(tmp_path / "in" / "*")
     assert message.startswith("a.parquet has no column 'text' (input.text_column); it has body; ")
     assert "; b.parquet: column 'text' (input.text_column) is int64, but must be a string column; " in message
     assert "; c.csv is not Parquet; convert it: specextend prepare documents INPUT --output FOLDER" in message
@@ -44,27 +42,19 @@ def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path, write
 
 
 @pytest.mark.parametrize(
-    "ids, expected",
+    "id_, kind, expected",
     [
-        (pa.array([7, 8], pa.int64()), ["7", "8"]),
-        (pa.array([2**64 - 1, 0], pa.uint64()), ["18446744073709551615", "0"]),
-        (pa.array(["a", "b"]), ["a", "b"]),
-        (pa.array(["a", "b"]).dictionary_encode(), ["a", "b"]),
-        (pa.array([7, 10**30], pa.decimal128(38, 0)), ["7", f"1{'0' * 30}"]),
-        (
-            pa.array([b"\x12" * 16, b"\xab" * 16], pa.uuid()),
-            ["12121212-1212-1212-1212-121212121212", "abababab-abab-abab-abab-abababababab"],
-        ),
+        (7, pa.int64(), "7"),
+        (2**64 - 1, pa.uint64(), "18446744073709551615"),
+        ("a", pa.string(), "a"),
+        ("a", pa.dictionary(pa.int8(), pa.string()), "a"),
+        (10**30, pa.decimal128(38, 0), f"1{'0' * 30}"),
+        (b"\xab" * 16, pa.uuid(), "abababab-abab-abab-abab-abababababab"),
     ],
 )
-def test_ids_are_strings_and_integers_become_decimal(write, ids, expected):
-    source = opened(write("a.parquet", {"text": ["x", "y"], "n": ids}), id_column="n")
-    assert [source.read(key).doc_id for key in keys(source)] == expected
-    assert [source.doc_id(key) for key in keys(source)] == expected
-
-
-def run_error(path, **options):
-    return refused(lambda: select_rows(opened(path, **options)), kind=InputError)
+def test_ids_are_strings_and_integers_become_decimal(write, id_, kind, expected):
+    source = opened(write("a.parquet", {"text": ["x"], "n": pa.array([id_], kind)}), id_column="n")
+    assert source.read(DocumentKey(0, 0)).doc_id == source.doc_id(DocumentKey(0, 0)) == expected
 
 
 def test_a_missing_column_is_a_run_error_that_lists_those_there(write):
@@ -85,9 +75,8 @@ def test_a_field_that_the_instruction_misspells_is_a_run_error(write):
 
     missing = {"meta.lnd": "'lnd'; it has land, at; did you mean land?", "meta['at'].p": "'p'; it has page"}
     for wrong, said in missing.items():
-        with pytest.raises(InputError) as refused:
-            ask(f"{{% if text %}}{{{{ {wrong} }}}}{{% endif %}}")
-        assert str(refused.value) == f"a.parquet: column 'meta' (prompt.instruction) has no field {said}"
+        line = refused(ask, f"{{% if text %}}{{{{ {wrong} }}}}{{% endif %}}", kind=InputError)
+        assert line == f"a.parquet: column 'meta' (prompt.instruction) has no field {said}"
     row = ask(
         "{{ meta.land.upper() }} {{ meta.at.page }} {{ meta.keys() | join(' ') }} {{ meta.lnd | default('-') }}"
         "{% if meta.at.p is defined %}{{ meta.at.p }}{% endif %}"
@@ -135,12 +124,11 @@ def test_a_mistyped_column_is_a_run_error_that_writes_out_the_cast(write, option
 def test_a_row_group_that_no_worker_can_hold_is_refused_with_the_way_out(write, monkeypatch):
     """A worker reads all of it for one document. Only columns of documents count; a name with dots is one of them."""
     path = write("a.parquet", {"a.text": [f"{i}" * 300_000 for i in range(60)], "a": [b"y" * 999_999] * 60}, 60)
-    options = InputOptions(path=str(path), text_column="a.text")
     monkeypatch.setattr("specextend.data.check.MAX_GROUP_BYTES", 100 << 20)
-    assert open_source(options).num_rows == 60
+    assert opened(path, text_column="a.text").num_rows == 60
     monkeypatch.setattr("specextend.data.check.MAX_GROUP_BYTES", 20 << 20)
     with pytest.raises(InputError, match=r"a.parquet has a row group that takes 0\.0 GiB to read; .*repartition INPUT"):
-        open_source(options)
+        opened(path, text_column="a.text")
 
 
 def test_repeated_ids_are_run_errors_over_all_files(tmp_path, write):
@@ -155,29 +143,26 @@ def test_repeated_ids_are_run_errors_over_all_files(tmp_path, write):
 
 
 @pytest.mark.parametrize(
-    "values, path_value",
+    "value, kind, path_value, expected",
     [
-        (pa.array([25], pa.int8()), "300"),
-        (pa.array([1.5]), "n/a"),
-        (pa.array(["2025-01-01"]).cast(pa.date32()), "2025"),
+        (25, "int8", "300", None),
+        (1.5, "double", "n%2Fa", None),
+        (date(2025, 1, 1), "date32", "2025", None),
+        (date(2025, 1, 1), "date32", "2025-01-02", date(2025, 1, 2)),
     ],
 )
-def test_a_folder_s_value_that_does_not_fit_the_column_of_other_files_is_a_run_error(
-    tmp_path, write, values, path_value
+def test_a_folder_s_value_has_the_type_of_the_column_in_other_files_or_is_a_run_error(
+    tmp_path, write, value, kind, path_value, expected
 ):
     """It was found when everything was decoded, and the summaries could never be written."""
-    write("in/year=2025/a.parquet", {"text": ["x"], "year": values})
-    write(f"in/year={quote(path_value, safe='')}/b.parquet", {"text": ["y"]})
-    with pytest.raises(InputError, match=rf"'year' is .* in year=2025/a.*, but .* has '{path_value}' in its path"):
-        opened(tmp_path / "in", passthrough=("year",))
-
-
-def test_a_folder_s_value_takes_the_type_of_the_column_in_other_files(tmp_path, write):
-    write("in/day=2025-01-01/a.parquet", {"text": ["x"], "day": pa.array(["2025-01-01"]).cast(pa.date32())})
-    write("in/day=2025-01-02/b.parquet", {"text": ["y"]})
-    source = opened(tmp_path / "in", passthrough=("day",))
-    days = [day for number in (0, 1) for table in source.batches(number, ["day"]) for day in table["day"].to_pylist()]
-    assert days == [date(2025, 1, 1), date(2025, 1, 2)]
+    write("in/c=0/a.parquet", {"text": ["x"], "c": pa.array([value], kind)})
+    write(f"in/c={path_value}/b.parquet", {"text": ["y"]})
+    if expected is None:
+        said = f"but c={path_value}/b.parquet has '{unquote(path_value)}' in its path"
+        assert said in run_error(tmp_path / "in", passthrough=("c",))
+    else:
+        [table] = opened(tmp_path / "in", passthrough=("c",)).batches(1, ["c"])
+        assert table["c"].to_pylist() == [expected]
 
 
 def test_a_column_of_nulls_alone_costs_its_rows_and_no_more(write):
@@ -191,10 +176,9 @@ def test_a_column_of_nulls_alone_costs_its_rows_and_no_more(write):
 def test_a_row_may_have_a_reference(write, kind):
     """It is compared with the summary, so a null or a character that is broken costs the document nothing."""
     references = pa.concat_arrays([pa.array(["first", None]), NOT_UTF8]).cast(kind, safe=False)
-    path = write("a.parquet", {"text": ["x", "y", "z"], "abstract": references})
-    source = opened(path, reference_column="abstract")
-    assert [source.read(key).reference for key in keys(source)] == ["first", None, "\ufffd\ufffd"]
-    assert opened(path).read(DocumentKey(0, 0)).reference is None
+    source = opened(write("a.parquet", {"text": [*"xyz"], "abstract": references}), reference_column="abstract")
+    found = [source.read(DocumentKey(0, row)).reference for row in range(3)]
+    assert found == ["first", None, "\ufffd\ufffd"]
 
 
 def test_a_limit_beyond_every_length_is_an_error_row(write):
@@ -229,8 +213,7 @@ def test_a_row_may_have_an_instruction_of_its_own(write):
     assert len({first, null, again}) == 3, "another question makes another summary"
     with pytest.raises(DocumentError, match="BadInstruction: the instruction"):
         source.read(DocumentKey(0, 3))
-    with pytest.raises(InputError, match=r"has no column 'asked' \(input.instruction_column\)"):
-        opened(path, instruction_column="asked")
+    assert "has no column 'asked' (input.instruction_column)" in run_error(path, instruction_column="asked")
 
 
 def test_a_temperature_below_zero_is_an_error_of_its_row():

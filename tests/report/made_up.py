@@ -1,6 +1,5 @@
 """A run of two nights: the first driver is killed, the second one ends the run. Each event has a time that we chose."""
 
-import random
 from dataclasses import dataclass
 
 from specextend.cluster.lock import LockHolder
@@ -107,57 +106,53 @@ def second_night(output, config):
     record.end(0)
 
 
-def some_stats(draw):
-    prompt = int(draw.lognormvariate(7.5, 0.8)) + 1
-    steps = draw.randint(5, 60)
-    plain = draw.randint(0, 8)
-    histogram = [0] * 5
-    for _ in range(steps):
-        histogram[draw.choice([0, 0, 1, 1, 2, 3, 4])] += 1
-    accepted = sum(number * count for number, count in enumerate(histogram))
-    seconds = {name: draw.uniform(0.01, 0.2) for name in ("draft_prefill_s", "draft_s", "verify_s", "retrieval_s")}
-    prefill = prompt / 4000
-    other = draw.uniform(0.0, 0.02)
+def some_stats(row):
+    """Counts and times that differ from row to row."""
+    steps = 5 + row % 50
+    prefill = 0.1 + row % 40 / 40
     return DecodingStats(
-        num_prompt_tokens=prompt,
-        num_cached_tokens=prompt // 3 * draw.randint(0, 1),
-        num_output_tokens=1 + steps + accepted + plain,
+        num_prompt_tokens=int(4000 * prefill),
+        num_cached_tokens=100 * (row % 2),
+        num_output_tokens=3 * steps + row % 8,
         num_spec_steps=steps,
-        num_plain_steps=plain,
-        num_forwards=(steps + plain) / draw.choice([1, 2, 4]),
+        num_plain_steps=1 + row % 8,
+        num_forwards=steps / 2,
         num_draft_tokens=8 * steps,
         num_network_steps=steps - 1,
-        num_first_accepted=steps - 1 - histogram[0] // 2,
-        num_accepted_tokens=accepted,
-        acceptance_histogram=histogram,
-        num_retrievals=draw.randint(1, 4),
-        retrieval_coverage_sum=draw.uniform(0.5, 1.0),
-        retrieval_churn_sum=draw.uniform(0.0, 0.5),
-        num_fallbacks=draw.randint(0, 1),
-        num_memory_retries=draw.choice([0] * 30 + [1]),
+        num_first_accepted=steps - 3,
+        num_accepted_tokens=2 * (steps - 1),
+        acceptance_histogram=[1, 0, steps - 1],
+        num_retrievals=1 + row % 4,
+        retrieval_coverage_sum=0.7,
+        retrieval_churn_sum=0.1 * (row % 4),
+        num_fallbacks=row % 2,
+        num_memory_retries=int(row == 7),
         prefill_s=prefill,
-        other_s=other,
-        ttft_s=prefill + seconds["draft_prefill_s"],
-        decode_s=sum(seconds.values()) - seconds["draft_prefill_s"] + other,
-        **seconds,
+        draft_prefill_s=0.1,
+        draft_s=0.1,
+        verify_s=0.11,
+        retrieval_s=0.1,
+        other_s=0.01,
+        ttft_s=prefill + 0.1,
+        decode_s=0.32,
     )
 
 
-def done_row(row, stats, worker, started_at, draw, doc_id=""):
-    reason = draw.choice(["stop", "stop", "stop", "length"])
-    tokens = [1, 2] * 20 if draw.random() < 0.1 else [*range(40)]
-    text = "" if draw.random() < 0.05 else f"text {row}. No."
-    completion = Completion(str(row), tokens, text, reason, stats)  # type: ignore[arg-type]
+def done_row(row, stats, worker, started_at, doc_id=""):
+    """A document done; one in four is cut, one in ten repeats itself, and one in twenty is empty."""
+    tokens = [1, 2] * 20 if row % 10 == 1 else [*range(40)]
+    text = "" if row % 20 == 2 else f"text {row}. No."
+    completion = Completion(str(row), tokens, text, "stop" if row % 4 else "length", stats)
     quality = assess(completion, "Another text. A text.", 0, None, QualityOptions(), "", None, range(0))
-    return decoded_columns(completion, Prompt([1], draw.choice([0, 0, 400]), "middle"), quality) | {
+    return decoded_columns(completion, Prompt([1], 0 if row % 3 else 400, "middle"), quality) | {
         "file": 0,
         "row": row,
         "doc_id": doc_id or f"doc-{row:04d}",
         "content_sha256": "00",
-        "queue_s": draw.uniform(0.0, 0.3),
+        "queue_s": row % 3 / 10,
         "started_at": int(1000 * started_at),
         "worker": worker,
-        "attempts": draw.choice([1] * 9 + [2]),
+        "attempts": 1 if row % 10 else 2,
         "num_requests": 1,
     }
 
@@ -167,13 +162,13 @@ def failed_row(row, error_class="PromptTooLong", doc_id=""):
     return {"file": 0, "row": row, "doc_id": doc_id or f"doc-{row:04d}", **told, "attempts": 1}
 
 
-def rows_of_worker(rows, worker, begin, draw):
+def rows_of_worker(rows, worker, begin):
     """Documents one after the other, with a pause after each."""
     made = []
     for row in rows:
-        stats = some_stats(draw)
-        made.append(done_row(row, stats, worker, begin, draw))
-        begin += stats.total_s + draw.uniform(0.0, 0.2)
+        stats = some_stats(row)
+        made.append(done_row(row, stats, worker, begin))
+        begin += stats.total_s + 0.1
     return made
 
 
@@ -189,23 +184,22 @@ def write_manifest_file(output, config, num_rows, digest="f" * 64):
 def write_run(folder, **report):
     """Write the folder of the run; returns its path. report: options of the section `report`."""
     output = resolve(str(folder))
-    draw = random.Random(7)
     config = config_of(str(folder), **report)
     write_manifest_file(output, config, NUM_DOCUMENTS)
     first_night(output, config)
     writer = CommitWriter(output, FIRST)
-    early = rows_of_worker(range(60), "host:1", NIGHT_S + 12, draw)
+    early = rows_of_worker(range(60), "host:1", NIGHT_S + 12)
     writer.commit([*early[:40], failed_row(290), failed_row(291, "WorkerDied")])
-    dying = rows_of_worker(range(60, 85), "host:2", NIGHT_S + 21, draw)
-    writer.commit([*dying, *early[40:], *rows_of_worker(range(85, 100), "host:3", NIGHT_S + 81, draw)])
+    dying = rows_of_worker(range(60, 85), "host:2", NIGHT_S + 21)
+    writer.commit([*dying, *early[40:], *rows_of_worker(range(85, 100), "host:3", NIGHT_S + 81)])
     writer.commit([failed_row(0), failed_row(292)])  # the first of which is done, and stays so
     second_night(output, config)
     writer = CommitWriter(output, SECOND)
-    late = rows_of_worker(range(100, 250), "host:11", NEXT_NIGHT_S + 21, draw)
-    later = rows_of_worker(range(250, 292), "host:12", NEXT_NIGHT_S + 22, draw)
+    late = rows_of_worker(range(100, 250), "host:11", NEXT_NIGHT_S + 21)
+    later = rows_of_worker(range(250, 292), "host:12", NEXT_NIGHT_S + 22)
     writer.commit([*late[:100], *later])
     hostile = failed_row(298, "<b>Bad</b>", HOSTILE) | {"message": HOSTILE}
     writer.commit([*late[100:], *(failed_row(row) for row in (*range(292, 298), 299)), hostile])
     slow = DecodingStats(num_prompt_tokens=9_000, num_output_tokens=5, ttft_s=20.0, decode_s=1.0, prefill_s=20.0)
-    writer.commit([done_row(299, slow, "host:11", NEXT_NIGHT_S + 300, draw, HOSTILE)])
+    writer.commit([done_row(299, slow, "host:11", NEXT_NIGHT_S + 300, HOSTILE)])
     return str(folder)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from specextend.data.storage import resolve
 from specextend.report import build_report, render_outcome, write_report
 from tests.report.made_up import FIRST, NIGHT_S, config_of, failed_row, rows_of_worker, write_manifest_file
 
-DONE = rows_of_worker(range(2), "host:1", NIGHT_S, random.Random(1))
+DONE = rows_of_worker(range(2), "host:1", NIGHT_S)
 
 
 def commit(folder, rows):

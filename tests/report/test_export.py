@@ -94,7 +94,7 @@ def night(tmp_path):
         made = pa.Table.from_pylist([answer(0, text, name) for name, text in answers.items()], schema=SUMMARY_SCHEMA)
         made = made.rename_columns({"summary": column})
         for name, value in more.items():
-            made = made.append_column(name, pa.array([value] * len(made)))
+            made = made.append_column(name, pa.repeat(value, len(made)))
         write(output / "summaries", made)
         if failed:
             rows = [{"doc_id": name, "error_class": "WorkerDied"} for name in failed]
@@ -180,19 +180,27 @@ def test_every_value_is_written_without_quotes_inside_of_quotes(night, tmp_path)
     }
     [line] = (tmp_path / "to.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(line, parse_constant=pytest.fail) == {"doc_id": "a"} | SPELLED
-    old = -2_600_000_000  # in 1887 Berlin was 53 minutes and 28 seconds before Greenwich
-    for number, (times, *codes) in enumerate(
-        (
-            (pa.array([[1]], pa.list_(pa.time64("ns"))), 2, 2),
-            (pa.array([old], pa.timestamp("s", "Europe/Berlin")), 2, 0),
-            (pa.array([old * 10**9], pa.timestamp("ns", "Europe/Berlin")), 2, 2),
-            (pa.array([None], pa.timestamp("ns", "Europe/Berlin")), 0, 0),
-        )
-    ):
-        write_table(location(run / "summaries" / "part-00000.parquet"), pa.table({"doc_id": ["a"], "t": times}))
-        for ending, code in zip(("csv", "jsonl", "parquet"), (*codes, 0), strict=True):
-            assert specextend("export", run, "--to", tmp_path / f"times{number}.{ending}").code == code
-    assert '"1887-08-11T10:40:08+00:53:28"' in (tmp_path / "times1.jsonl").read_text()
+
+
+OLD_S = -2_600_000_000
+"""In 1887 Berlin was 53 minutes and 28 seconds before Greenwich."""
+
+
+@pytest.mark.parametrize(
+    "value, kind, codes",
+    [
+        ([1], pa.list_(pa.time64("ns")), [2, 2, 0]),
+        (OLD_S, pa.timestamp("s", "Europe/Berlin"), [2, 0, 0]),
+        (OLD_S * 10**9, pa.timestamp("ns", "Europe/Berlin"), [2, 2, 0]),
+        (None, pa.timestamp("ns", "Europe/Berlin"), [0, 0, 0]),
+    ],
+)
+def test_times_that_a_format_would_round_are_refused(night, tmp_path, value, kind, codes):
+    run = night(1, {"a": "a1"}, t=pa.scalar(value, kind))
+    to = [tmp_path / f"to.{ending}" for ending in ("csv", "jsonl", "parquet")]
+    assert [specextend("export", run, "--to", each).code for each in to] == codes
+    if codes == [2, 0, 0]:
+        assert '"1887-08-11T10:40:08+00:53:28"' in to[1].read_text()
 
 
 def test_a_spreadsheet_executes_no_text_that_a_document_has_brought(night, stopped, tmp_path):
@@ -239,7 +247,8 @@ def test_the_second_night_replaces_the_export_of_the_first(night, tmp_path):
     """As cron does it, by a glob, which a store needs too: nobody is there at night to remove a file."""
     to = tmp_path / "answers.jsonl"
     every = tmp_path / "nights" / "*"
-    (tmp_path / "nights" / "notes").mkdir(parents=True)  # no run
+    notes = tmp_path / "nights" / "notes"
+    write(notes, pa.table({"no run": []}))
     night(1, {"a": "a1", "b": "b1"})
     assert merge(to, every).code == 0
     night(2, {"a": "a2"})
@@ -247,13 +256,8 @@ def test_the_second_night_replaces_the_export_of_the_first(night, tmp_path):
     assert merge(to, every, "--replace").code == 0
     found = [json.loads(line) for line in to.read_text().splitlines()]
     assert sorted((line["doc_id"], line["summary"]) for line in found) == [("a", "a2"), ("b", "b1")]
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "mine.txt").touch()
-    for where, more, said in (
-        (to, (tmp_path / "night" / "*",), "there is no run in"),
-        (tmp_path / "folder", (every, "--replace"), "is not empty; name another folder"),
-    ):
-        assert said in merge(where, *more).line()
+    assert "is not empty; name another folder" in merge(notes, every, "--replace").line()
+    assert "there is no run in" in merge(to, tmp_path / "night" / "*").line()
 
 
 def test_a_document_that_the_input_has_no_more_is_left_out(night, tmp_path):
@@ -293,14 +297,14 @@ def test_runs_that_do_not_belong_together_are_not_merged(night, tmp_path):
     write_manifest_file(location(unfinished), config_of(str(unfinished)), 4)
     killed = night(6, {"a": "a6"}, failed=("b",))  # while it wrote its results
     (killed / "errors" / "part-00000.parquet").unlink()
-    for runs, said in (
-        ((first, keywords), "texts in keywords, "),
-        ((number, text), "the runs differ in their columns"),
-        ((first, unfinished), "has not ended: run it again"),
-        ((first, killed), "has not ended: run it again"),
-        ((first, tmp_path / "in"), "holds no run"),
+    for run, other, said in (
+        (first, keywords, "texts in keywords, "),
+        (number, text, "the runs differ in their columns"),
+        (first, unfinished, "has not ended: run it again"),
+        (first, killed, "has not ended: run it again"),
+        (first, tmp_path / "in", "holds no run"),
     ):
-        assert said in merge(tmp_path / "merged", *runs).line()
+        assert said in merge(tmp_path / "merged", run, other).line()
         assert not (tmp_path / "merged").exists()
     assert specextend("export", first, number, "--to", tmp_path / "merged").code == 2
     said = merge(tmp_path / "merged", first, night(5, {"a": "a5"}, digest="e" * 64)).stdout
