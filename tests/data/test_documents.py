@@ -583,27 +583,23 @@ def test_an_object_store_is_read_and_written(s3, prepare):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["documents", "nowhere"], "nowhere does not exist; give a file, a folder or a glob"),
-        (["documents", "empty"], "there is no file to read in empty"),
-        (
-            ["documents", "texts", "--pattern", "*.pdf"],
-            "texts/a.txt has a name that no pattern matches",
-        ),
-        (["documents", "texts", "--encoding", "klingon"], "unknown encoding 'klingon'; give one such as cp1252"),
-        (["documents", "texts", "--encoding", "utf-16"], "is open in utf-16; give utf-16-le or utf-16-be"),
-        (["documents", "texts", "--text-field", "a", "--text-field", "b"], "one field holds the text"),
-        (["documents", "texts", "--output", "texts/a.txt"], "texts/a.txt is a file; name a folder"),
-        (["documents", "texts", "--output", "texts"], "holds a.txt, which is no part of a data set"),
-        (["hf", "./texts/none"], "texts/none"),
+        ("documents nowhere", "nowhere does not exist; give a file, a folder or a glob"),
+        ("documents empty", "there is no file to read in empty"),
+        ("documents texts --pattern *.pdf", "texts/a.txt has a name that no pattern matches"),
+        ("documents texts --encoding klingon", "unknown encoding 'klingon'; give one such as cp1252"),
+        ("documents texts --encoding utf-16", "is open in utf-16; give utf-16-le or utf-16-be"),
+        ("documents texts --text-field a --text-field b", "one field holds the text"),
+        ("documents texts --output texts/a.txt", "texts/a.txt is a file; name a folder"),
+        ("documents texts --output texts", "holds a.txt, which is no part of a data set"),
+        ("hf ./texts/none", "texts/none"),
     ],
 )
 def test_a_wrong_argument_is_one_line(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("a")
-    output = [] if "--output" in arguments else ["--output", "out"]
-    assert said in specextend("prepare", *arguments, *output).line()
+    put(tmp_path, {"texts/a.txt": "a"})
+    output = "" if "--output" in arguments else " --output out"
+    assert said in specextend("prepare", *f"{arguments}{output}".split()).line()
     assert not (tmp_path / "out").exists()
 
 

@@ -37,9 +37,13 @@ class Page(HTMLParser):
             self.text += data
 
 
+def page_of(report, **changed):
+    return Page(to_html(report | changed))
+
+
 @pytest.fixture(scope="module")
 def page(report):
-    return Page(to_html(report))
+    return page_of(report)
 
 
 def test_the_page_holds_every_table_and_the_largest_figures(page, report):
@@ -87,12 +91,12 @@ def test_every_finding_leads_to_a_table_of_the_page(page, report):
 def test_the_page_says_first_what_was_done_and_left_out(report):
     """Of a night whose rows were done before, too, which has no figures that anybody needs."""
     chosen = {"input": 900, "not_matching": 100, "unchanged": 500, "selected": 300, "changed": 0, "new": 300}
-    text = Page(to_html(report | {"selection": chosen})).text.split("Documents done")[0]
+    text = page_of(report, selection=chosen).text.split("Documents done")[0]
     assert "293 of 300 documents done, with one text each; 7 failed." in text
     assert "Of the input's 900 rows, this run left out 100 by input.filter, 500 as done before and unchanged." in text
     assert re.search(r"1,924.8 documents an hour, loading included\.\s+Of the workers' time: 55% waiting for doc", text)
     nothing = {"input": 0, "done": 0, "errors": 0, "pending": 0}
-    text = Page(to_html(report | {"rows": nothing, "selection": chosen | {"unchanged": 800}})).text
+    text = page_of(report, rows=nothing, selection=chosen | {"unchanged": 800}).text
     assert "This run had nothing to do.\nOf the input's 900 rows, this run left out 100" in text
     assert "Documents done" not in text
 
@@ -101,12 +105,11 @@ def test_the_page_leads_with_what_the_texts_are_worth(report):
     """It praised the speed of a run of which most strings stood nowhere in their documents."""
     evidence = {"agency": {"documents": 9, "strings": 50, "found": 8}}
     figures = {"figures": 40, "rounded": 3, "derived": 1, "not_found": 4}
-    text = Page(
-        to_html(report | {"evidence": evidence, "figures": figures, "not_prepared": {"damaged": 2, "password": 1}})
-    ).text
+    unread = {"damaged": 2, "password": 1}
+    text = page_of(report, evidence=evidence, figures=figures, not_prepared=unread).text
     first = text.split("documents an hour")[0]
     assert "293 of 293 documents (100%) have a flag, most often short_document." in first
-    assert "1 of 293 documents (0%) has a flag" in Page(to_html(report | {"flagged_texts": 1})).text
+    assert "1 of 293 documents (0%) has a flag" in page_of(report, flagged_texts=1).text
     assert "Of the strings of the answers, 16% stand in their documents." in first
     assert "Of 40 figures in the texts, 90% are in their documents or follow from two there." in first
     assert re.search(r"could not read 3 files or rows of the input: damaged 2, password 1\.", first)
@@ -132,7 +135,7 @@ def test_a_source_in_a_pdf_is_a_link_to_its_page(report):
     source = {"sentence": "x", "begin": 3, "end": 9, "score": 50.0, "passage": "A passage."}
     shown = text | {"summary": "x", "sources": [source | {"page": 2}], "pdf": "file:///in/a%20%22b.pdf"}
     named = other | {"summary": "x", "sources": [source | {"page": 7}]}
-    page = Page(to_html(report | {"texts": {"random": [shown, named, *rest], "flagged": []}}))
+    page = page_of(report, texts={"random": [shown, named, *rest], "flagged": []})
     links = [values["href"] for tag, values in page.elements if tag == "a"]
     assert "file:///in/a%20%22b.pdf#page=2" in links
     assert re.search(r"page 2, 50%: A passage\..*page 7, 50%: A passage\.", page.text, re.S)
@@ -141,7 +144,7 @@ def test_a_source_in_a_pdf_is_a_link_to_its_page(report):
 def test_a_start_without_a_worker_has_its_place_in_time(report):
     """A Ray that did not start has taken time, too, which nobody saw."""
     failed = report["timeline"][0] | {"run_id": "0000000c", "workers": [], "seconds": 80.0, "exit_code": 1}
-    text = Page(to_html(report | {"timeline": [failed]})).text
+    text = page_of(report, timeline=[failed]).text
     assert "Start 0000000c: no worker; it ended after 1 min 20 s with exit 1" in text
 
 
@@ -153,7 +156,7 @@ def test_the_page_says_how_the_run_stands(report, code, age_s, said):
     """Also while it is going, and after its driver was killed."""
     sign = None if age_s is None else time_text(NIGHT_S - age_s)
     last = report["starts"][-1] | {"exit_code": code, "last_sign": sign}
-    page = Page(to_html(report | {"as_of": time_text(NIGHT_S), "starts": [last]}))
+    page = page_of(report, as_of=time_text(NIGHT_S), starts=[last])
     assert said in page.text.split("Documents done")[0]
 
 
