@@ -13,8 +13,7 @@ from specextend.core import Values, counted, first_line, printable
 
 if TYPE_CHECKING:  # it imports pyarrow
     from specextend.data.storage import Location
-    from specextend.report.export import Exported
-    from specextend.report.export_formats import Form
+    from specextend.report.export import Exported, Form
 
 EXIT_OVER_LIMIT = 3
 
@@ -257,7 +256,7 @@ def export(
 
 
 def _form(to: str, place: Location, kind: str | None, columns: str, is_safe: bool) -> Form:
-    from specextend.report.export_formats import Form, format_of
+    from specextend.report.export import Form, format_of
 
     ending = format_of(place)
     form = Form(kind or ending or "parquet", columns.split(",") if columns else [], is_safe)
@@ -283,7 +282,7 @@ def _check_not_redone(output: Location) -> None:
 
 def _draw(run: str, to: str, form: Form, sample: int, by: str | None, replace: bool) -> int:
     from specextend.data.storage import resolve
-    from specextend.report.export_formats import format_of
+    from specextend.report.export import format_of
     from specextend.report.review import draw_sample
 
     place = resolve(to)
@@ -311,8 +310,7 @@ def _write_responses(output: Location, place: Location, to: str, replace: bool) 
 def _follow(output: Location, folder: Location, form: Form, to: str) -> int:
     from specextend.cluster.exits import EXIT_INTERRUPTED
     from specextend.cluster.lock import read_lock
-    from specextend.report.export import follow
-    from specextend.report.export_formats import format_of
+    from specextend.report.export import follow, format_of
 
     if format_of(folder):
         raise click.UsageError("--follow adds files: let DEST be a folder, and give --format")

@@ -19,12 +19,13 @@ from specextend.data.results import redone_runs
 from specextend.data.storage import Location, read_bytes
 from specextend.report.export import (
     Answers,
+    Form,
     check_place,
     narrowed,
     newest_answers,
     read_answers,
+    write_answers,
 )
-from specextend.report.export_formats import Form, write_answers
 from specextend.report.intervals import Stratum, stratified
 
 VERDICTS = {"good": True, "yes": True, "1": True, "1.0": True} | dict.fromkeys(

@@ -27,8 +27,7 @@ from specextend.data.run_folder import (
 from specextend.data.storage import read_again, write_bytes
 from specextend.documents.document_options import DocumentOptions
 from specextend.documents.file_readers import SourceFile, read_files
-from specextend.report.export import export_answers
-from specextend.report.export_formats import Form
+from specextend.report.export import Form, export_answers
 from tests.damage import DAMAGES, damage
 from tests.data.conftest import location, opened
 from tests.data.faulty_store import FAULTS, FaultyStore
