@@ -20,7 +20,6 @@ from specextend.data.quality import token_f1
 from specextend.data.results import damaged_results, result_files
 from specextend.data.schema import TextColumns, text_columns
 from specextend.data.storage import Location
-from specextend.report.intervals import wilson
 from specextend.stats import ratio
 
 MOST_LABELS = 50
@@ -32,6 +31,8 @@ NONE = "(none)"
 """Label of a null answer."""
 _MIDNIGHT = re.compile(r" 00:00:00(?:\.0+)?(?:Z|[+-][0-9]{4})?\Z")
 _SAMPLES = 10_000
+_Z = 1.959963984540054
+"""Quantile of the normal distribution for intervals of 95%."""
 
 
 _JUDGED = """
@@ -210,6 +211,16 @@ def compare_gold(
             **sides,
         }
     return found
+
+
+def wilson(share: float, rows: float) -> list[float]:
+    """Return Wilson's interval for the share of `rows` independent rows (may be infinite)."""
+    spread = _Z * math.sqrt(share * (1 - share) / rows + _Z**2 / (4 * rows**2))
+    middle = share + _Z**2 / (2 * rows)
+    return [
+        max(0.0, (middle - spread) / (1 + _Z**2 / rows)),
+        min(1.0, (middle + spread) / (1 + _Z**2 / rows)),
+    ]
 
 
 def mcnemar(gained: int, lost: int) -> float:

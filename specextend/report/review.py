@@ -2,7 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +27,7 @@ from specextend.report.export import (
     read_answers,
     write_answers,
 )
-from specextend.report.intervals import Stratum, stratified
+from specextend.report.gold import wilson
 
 VERDICTS = {"good": True, "yes": True, "1": True, "1.0": True} | dict.fromkeys(
     ("bad", "no", "0", "0.0"), False
@@ -81,6 +82,14 @@ _CELLS = """
         count(*) FILTER (is_good) AS good
     FROM parts GROUP BY part, stratum ORDER BY part, stratum
 """
+
+
+class Stratum(NamedTuple):
+    """Counts of a group from which rows were drawn at random."""
+
+    rows: int
+    drawn: int
+    hits: int
 
 
 def draw_sample(
@@ -211,6 +220,25 @@ def _share(strata: list[Stratum]) -> Values:
     share, interval = stratified(strata) if reviewed else (None, None)
     answers = sum(each.rows for each in strata if each.drawn)
     return {"answers": answers, "reviewed": reviewed, "share": share, "interval": interval}
+
+
+def stratified(strata: Iterable[Stratum]) -> tuple[float, list[float]]:
+    """Estimate the share of hits in all strata with a drawn row.
+
+    Returns:
+        The share by size of strata, and its interval: Wilson's of each stratum, corrected for
+        small strata, joined by MOVER (Zou, Huang and Zhang 2009).
+    """
+    known = [each for each in strata if each.drawn]
+    total = sum(each.rows for each in known)
+    share = below = above = 0.0
+    for rows, drawn, hits in known:
+        size = drawn * (rows - 1) / (rows - drawn) if rows > drawn else math.inf
+        low, high = wilson(hits / drawn, size)
+        share += rows * hits / drawn / total
+        below += (rows / total * (hits / drawn - low)) ** 2
+        above += (rows / total * (high - hits / drawn)) ** 2
+    return share, [max(0.0, share - math.sqrt(below)), min(1.0, share + math.sqrt(above))]
 
 
 def _shown(output: Location, schema: pa.Schema) -> list[str]:

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from specextend.data.answers import schema_of
 from specextend.data.schema import text_columns
 from specextend.data.storage import resolve
-from specextend.report.gold import bootstrap, check_gold, gold_figures, mcnemar
-from specextend.report.intervals import wilson
+from specextend.report.gold import bootstrap, check_gold, gold_figures, mcnemar, wilson
 
 COUNTS = st.integers(0, 60)
 

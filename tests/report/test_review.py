@@ -12,8 +12,8 @@ import pytest
 
 from specextend.core import DocumentKey
 from specextend.data.schema import SUMMARY_SCHEMA
-from specextend.report.intervals import Stratum, stratified, wilson
-from specextend.report.review import allocate
+from specextend.report.gold import wilson
+from specextend.report.review import Stratum, allocate, stratified
 from tests.data.conftest import location
 from tests.job.conftest import read_json, specextend
 from tests.properties.rows import done
