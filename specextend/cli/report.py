@@ -36,8 +36,12 @@ def report(output: str, reviewed: str | None, json: str | None) -> int:
     """
     from specextend import report as reports  # seconds: not for --help
 
+    lost = None if reviewed else reports.reviewed_file(output)
     try:
         found = reports.write_report(output, reviewed=reviewed)
+        if lost:
+            note = f"note: the review of {lost} is not in the report now; --reviewed keeps it"
+            click.echo(printable(note), err=True)
     except OSError as error:
         # fails again unless only writing failed
         found = reports.build_report(output, reviewed=reviewed)

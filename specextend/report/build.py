@@ -3,6 +3,7 @@
 import json
 import time
 from collections import Counter
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -135,6 +136,15 @@ def read_report(output: str) -> Values:
     content = read_bytes(report_file(location, "json"))
     report: Values = build_report(output, location) if content is None else json.loads(content)
     return report
+
+
+def reviewed_file(output: str) -> str | None:
+    """Return the file of the review in the last report of a run, or None."""
+    with suppress(OSError, ValueError):  # such a report is written anew
+        content = read_bytes(report_file(resolve(output), "json"))
+        review: Values | None = content and json.loads(content)["reviewed"]
+        return str(review["file"]) if review else None
+    return None
 
 
 def _read(location: Location, checkpoint: Checkpoint) -> RunFigures:

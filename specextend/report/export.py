@@ -89,8 +89,8 @@ _COUNTS = """
 Mask = tuple[Location, NDArray[np.bool_]]
 """A file of results, and True for each row that is wanted."""
 _DIGITS = {"s": 0, "ms": -3, "us": -6, "ns": -9}
-_EXECUTED = r"^(\s*[=+@\x{FF1D}\x{FF0B}\x{FF0D}\x{FF20}-]|[\t\r])"
-"""Beginnings of cells that a spreadsheet may execute."""
+EXECUTED = r"^(\x27*(\s*[=+@\x{FF1D}\x{FF0B}\x{FF0D}\x{FF20}-]|[\t\r]))"
+"""Beginnings of cells that a spreadsheet may execute, also after quotes: cells stay distinct."""
 
 
 class Form(NamedTuple):
@@ -442,7 +442,7 @@ def _flat(table: pa.Table, is_safe: bool) -> pa.Table:
 
 
 def _harmless(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    return pc.replace_substring_regex(texts, pattern=_EXECUTED, replacement=r"'\1")
+    return pc.replace_substring_regex(texts, pattern=EXECUTED, replacement=r"'\1")
 
 
 def _spelled(column: pa.ChunkedArray) -> pa.ChunkedArray:

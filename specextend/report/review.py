@@ -19,6 +19,7 @@ from specextend.data.parquet import plain_text
 from specextend.data.results import redone_runs
 from specextend.data.storage import Location, read_bytes
 from specextend.report.export import (
+    EXECUTED,
     Answers,
     Form,
     check_place,
@@ -63,13 +64,15 @@ _DRAWN = """
     SELECT place, stratum, weight FROM strata JOIN given USING (stratum) WHERE draw <= num_rows
     ORDER BY place
 """
-_JUDGED = """
+_JUDGED = rf"""
     CREATE TABLE judged AS
-    SELECT given.doc_id AS written, coalesce(own.doc_id, quoted.doc_id) AS doc_id, is_good
+    SELECT given.doc_id AS written, is_good,
+        if(bool_and(own.doc_id IS NOT NULL) OVER (), own.doc_id, quoted.doc_id) AS doc_id
     FROM given LEFT JOIN strata AS own ON own.doc_id = given.doc_id
-        LEFT JOIN strata AS quoted ON quoted.doc_id = ltrim(given.doc_id, '''')
+        LEFT JOIN strata AS quoted
+            ON regexp_replace(quoted.doc_id, '{EXECUTED}', '''\1') = given.doc_id
 """
-"""`--spreadsheet-safe` puts a quote before some ids."""
+"""Answers by their ids, or else by their ids after `--spreadsheet-safe`."""
 _CELLS = """
     WITH each AS (SELECT flags, stratum, is_good FROM strata LEFT JOIN judged USING (doc_id)),
         parts AS (

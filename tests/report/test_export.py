@@ -205,10 +205,10 @@ def test_times_that_a_format_would_round_are_refused(night, tmp_path, value, kin
 
 def test_a_spreadsheet_executes_no_text_that_a_document_has_brought(night, stopped, tmp_path):
     """`=HYPERLINK(...)` in a summary sends a table to somebody once it is opened. Numbers stay numbers."""
-    formulas = ["=1+1", "+1", "-1", "@a", " \t=1", "\t1", "\r1", "\uff1d1"]
-    texts = [*formulas, "a=1", "", "1-1"]
+    formulas = ["=1+1", "'=1", "+1", "-1", "@a", " \t=1", "\t1", "\r1", "\uff1d1"]
+    texts = [*formulas, "a=1", "'a", "", "1-1"]
     run = night(1, {str(number): text for number, text in enumerate(texts)}, **{"=n": -1})
-    for more, expected in ((), texts), (("--spreadsheet-safe",), ["'" + text for text in formulas] + texts[-3:]):
+    for more, expected in ((), texts), (("--spreadsheet-safe",), ["'" + text for text in formulas] + texts[-4:]):
         to = tmp_path / f"to{len(more)}.csv"
         assert specextend("export", run, "--to", to, "--columns", "summary,=n", *more).code == 0
         header, *cells = csv.reader(io.StringIO(to.read_bytes().decode(), newline=""))
