@@ -1,7 +1,4 @@
-"""Rules that find problems of texts and of speed in a report. Begin at `give_advice`.
-
-A rule gives only advice that the configuration does not follow yet.
-"""
+"""Rules that find problems of texts and of speed in a report. Begin at `give_advice`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +14,7 @@ LEAST_DOCUMENTS = 5
 MOST_IDS = 3
 """Ids in a finding."""
 ALL_SEEN = 0.95
-"""Share of the target's attention in the draft's view above which a larger view is useless."""
+"""Share of attention in the draft's view above which a larger view is useless."""
 RARE = 0.1
 """Share of speculative steps below which speculation cannot be judged."""
 
@@ -79,7 +76,7 @@ def most_failed(report: Report) -> Finding | None:
 
 
 def truncated(report: Report) -> Finding | None:
-    """Report texts that were cut at the limit of tokens."""
+    """Report texts that were cut."""
     flags = report["quality_flags"]
     rows = flags.get("truncated", 0)
     loops = flags.get("repeated", 0)
@@ -104,7 +101,7 @@ def truncated(report: Report) -> Finding | None:
 
 
 def not_in_document(report: Report) -> Finding | None:
-    """Report strings of answers without a place in their documents."""
+    """Report strings that are not in their documents."""
     strings, found = (
         sum(field[name] for field in report["evidence"].values()) for name in ("strings", "found")
     )
@@ -119,7 +116,7 @@ def not_in_document(report: Report) -> Finding | None:
 
 
 def figures_not_found(report: Report) -> Finding | None:
-    """Report figures of texts without a place in their documents."""
+    """Report figures that are not in their documents."""
     of = report["figures"]
     flagged = report["quality_flags"].get("figure_not_found", 0)
     if not flagged:
@@ -136,7 +133,7 @@ def figures_not_found(report: Report) -> Finding | None:
 
 
 def dropped(report: Report) -> Finding | None:
-    """Report that a large part of the documents was not read."""
+    """Report documents that were cut."""
     tokens = report["tokens"]
     share = ratio(tokens["dropped"], tokens["dropped"] + tokens["prompt"])
     if share is None or share < 0.05:
@@ -213,7 +210,7 @@ def drafting_cost(report: Report) -> Finding | None:
 
 
 def drafts_lose(report: Report) -> Finding | None:
-    """Report that documents took longer with drafts, by trials of the run or by its audit."""
+    """Report that drafts made documents slower."""
     trials = report["drafting"]
     turns = look_up(report, "audit.speedup.end_to_end")
     if trials and trials["min"] < LEAST_SPEEDUP:
@@ -233,7 +230,7 @@ def drafts_lose(report: Report) -> Finding | None:
 
 
 def draft_misses(report: Report) -> Finding | None:
-    """Report that hardly any first token of the draft network is accepted."""
+    """Report a draft network that seems wrong for its target."""
     found = report["acceptance"]
     names = ("num_network_steps", "num_first_accepted")
     stats = DecodingStats(**{name: found[name] for name in names})
@@ -243,7 +240,7 @@ def draft_misses(report: Report) -> Finding | None:
 
 
 def acceptance_falls(report: Report) -> Finding | None:
-    """Report that acceptance falls with the length of prompts."""
+    """Report low acceptance for long prompts."""
     known = [
         bucket
         for bucket in report["buckets"]
@@ -276,7 +273,7 @@ def acceptance_falls(report: Report) -> Finding | None:
 
 
 def idle_tail(report: Report) -> Finding | None:
-    """Report workers that were idle at the end of the run."""
+    """Report idle workers at the end."""
     tail = report["tail"]
     if tail is None or not tail["idle_workers"] or tail["documents"] < LEAST_DOCUMENTS:
         return None
@@ -298,7 +295,7 @@ def idle_tail(report: Report) -> Finding | None:
 
 
 def loading(report: Report) -> Finding | None:
-    """Report that loading models took a large part of the paid time."""
+    """Report that loading models took long."""
     share = (report["wall_clock"]["shares"] or {}).get("loading", 0.0)
     if share < 0.1:
         return None
@@ -321,11 +318,9 @@ OF_TIME: Rules = (
     idle_tail,
     loading,
 )
-"""Rules in docs/planning-and-report.md."""
 
 
 def _phases(report: Report) -> dict[str, float] | None:
-    """Return the share of each phase; None without measured times or with too few documents."""
     shares = report["time"]["shares"]
     is_unknown = any(share is None for share in shares.values())
     return None if is_unknown or num_texts(report) < LEAST_DOCUMENTS else shares

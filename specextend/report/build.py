@@ -52,17 +52,14 @@ def write_report(
     checkpoint: Checkpoint = lambda: None,
     **given: Any,
 ) -> Values:
-    """Write report.json and report.html into the folder of a run, and return the report.
-
-    Arguments and errors are those of `build_report`.
-    """
+    """Write report.json and report.html of `build_report`, and return the report."""
     location = folder or resolve(output)
     report = build_report(output, location, checkpoint=checkpoint, **given)
-    pa.default_memory_pool().release_unused()  # the rows are counted: drawing needs memory, too
+    pa.default_memory_pool().release_unused()  # drawing needs memory, too
     page = to_html(report)
     checkpoint()
     text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    # Half of a surrogate pair, which UTF-8 does not have, becomes an escape.
+    # lone surrogates become escapes
     write_bytes(report_file(location, "json"), text.encode(errors="backslashreplace"))
     write_bytes(report_file(location, "html"), page.encode(errors="backslashreplace"))
     return report
@@ -82,7 +79,7 @@ def build_report(
     Args:
         ending: A start whose record has no end yet.
         checkpoint: Called between tables; may raise.
-        figures: Rows of the run, if they are known.
+        figures: Rows of the run, if known.
         reviewed: File with the verdicts of people.
 
     Raises:
@@ -125,8 +122,7 @@ def build_report(
         "not_prepared": _not_prepared(manifest) if manifest else {},
         "audit": read_audit(location),
     }
-    # null replaces NaN and infinity
-    finite: Values = json.loads(json.dumps(report), parse_constant=lambda name: None)
+    finite: Values = json.loads(json.dumps(report), parse_constant=lambda name: None)  # without NaN
     return finite | {"advice": give_advice(finite)}
 
 
@@ -156,21 +152,19 @@ def _read(location: Location, checkpoint: Checkpoint) -> RunFigures:
 
 
 def _drafting(starts: list[Start]) -> Values | None:
-    """Return the spread of the workers' last trials of drafts; None without trials."""
     workers = [worker for start in starts for worker in start.workers or ()]
     found = [each.speedup for each in workers if each.speedup is not None]
     return spread(found) if found else None
 
 
 def _not_prepared(manifest: Values) -> dict[str, int]:
-    """Count by reason the failures of `specextend prepare`, for its data set on this machine."""
+    """Count the failures of `specextend prepare` by reason."""
     path = manifest["config"]["input"]["path"]
     if is_uri(path):  # a report needs no store but its own
         return {}
     try:
         failures = read_errors(resolve(path))
-    # no folder, or another file of that name
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError):  # not of `specextend prepare`
         return {}
     return Counter(failure.reason for failure in failures if failure.reason not in (LEFT_OUT, GONE))
 

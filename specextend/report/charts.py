@@ -1,4 +1,4 @@
-"""Sums, examples and limits of the rows of a run, in a database. Begin at `document_figures`."""
+"""Figures of the rows of a run. Begin at `document_figures`."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from specextend.report.result_rows import ANSWERED, RUN_ID, told_apart
 from specextend.stats import PHASES, ModelWork, ratio
 
 SMALLEST = 512
-"""Upper bound of the smallest bucket of prompt lengths, in tokens."""
+"""Tokens of prompts in the smallest bucket, at most."""
 NUM_SLOWEST = 10
 NUM_IDS = 10
 """Ids listed for a class of errors or a flag."""
@@ -24,7 +24,7 @@ NUM_TEXTS = 3
 _HELD_TEXTS = 100
 """Texts in which flags of the whole run are searched."""
 TEXT_CHARACTERS = 2000
-"""Texts drawn at random, as many with a flag, and their longest length."""
+"""Texts drawn at random, and as many with a flag, with their longest length."""
 _SHOWN = f"left(summary, {TEXT_CHARACTERS}) AS summary, sources[:200] AS sources"
 _MOST_WAITING = 16 << 20
 """Bytes of rows that wait for one insertion."""
@@ -42,9 +42,7 @@ _LIMITED = """
         AND worker IN (SELECT unnest(?))
     GROUP BY worker
 """
-"""Work by worker, without tokens cached from another prompt. Requests of a document in parts count
-as equally long.
-"""
+"""Work by worker, without cached tokens. Requests of a document in parts count as equally long."""
 _WORK = [spec.name for spec in fields(ModelWork)]
 _LIMITS = {*_WORK, "read_bytes_per_s", "flop_per_s"}
 _UNREAD = {
@@ -57,7 +55,7 @@ _UNREAD = {
     "output_tokens_per_s",
 }
 DONE_COLUMNS = (*(name for name in SUMMARY_SCHEMA.names if name not in _UNREAD), "verdicts")
-"""Columns of a finished document in the report, a few hundred bytes each without texts."""
+"""Columns of a finished document in the report."""
 _SUMMED_COLUMNS = (
     *(name for name in DONE_COLUMNS if name.startswith("num_")),
     "decode_s",
@@ -204,7 +202,7 @@ class RunFigures:
         self._waiting: list[pa.Table] = []
         self._num_bytes = 0
         self.words = RunWords()
-        """Words of the answers, filled in by the reader of the commits."""
+        """Words of the answers, from the reader of commits."""
 
     def add(self, results: pa.Table) -> None:
         """Add results of `read_results`, with all columns."""
@@ -242,7 +240,7 @@ class RunFigures:
         return self._database.select(query, *values)
 
     def _insert(self) -> None:
-        """Insert waiting rows together, because statements are slow and commits small."""
+        """Insert waiting rows together: statements are slow."""
         if self._waiting:
             self._database.add(pa.concat_tables(self._waiting), *_ADD_DONE)
             self._waiting = []
@@ -312,12 +310,7 @@ _SECTIONS = f"""
 
 
 def document_figures(figures: RunFigures) -> Values:
-    """Compute the sections of the report that need only rows.
-
-    Returns:
-        Among others `evidence` by field, `choices` by field and likeliest value, and `errors` by
-        class and stage, most frequent first.
-    """
+    """Compute the sections of the report that need only rows."""
     figures.flag_generic()
     whole, *buckets = figures.select(_SECTIONS)
     del whole["of_bucket"]
@@ -352,7 +345,6 @@ def document_figures(figures: RunFigures) -> Values:
 
 
 def _spread(figures: RunFigures, name: str) -> Values | None:
-    """Return n, median, mean, range and standard deviation of a column without nulls."""
     measures = (
         f"avg({name}) AS mean, min({name}) AS min, max({name}) AS max, stddev_samp({name}) AS sd"
     )

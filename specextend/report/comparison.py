@@ -67,9 +67,6 @@ def compare(output: str, other: str) -> Values:
 
     Returns:
         `outputs`, `figures`, `texts`, `gold` and `configuration`, with values as [here, there].
-
-    Raises:
-        ValueError: A folder holds no run, or a damaged one.
     """
     reports = (build_report(output), build_report(other))
     folders = (resolve(output), resolve(other))
@@ -90,7 +87,6 @@ def compare(output: str, other: str) -> Values:
 
 
 def _compare_texts(here: Location, there: Location) -> Values:
-    """Compare the texts of equal ids by their hashes."""
     database = Database()
     for name, folder in (("ours", here), ("theirs", there)):
         check_one_task(read_manifest(folder), f"{folder.path}: a comparison of texts")

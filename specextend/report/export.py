@@ -1,4 +1,4 @@
-"""Export of answers: the newest of one or several runs, or those of a run in progress."""
+"""Export of answers, of one or several runs or of a run in progress."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _CHOSEN = """
         ? OR doc_id IN (FROM wanted) AS is_wanted
     FROM ids GROUP BY doc_id
 """
-"""First row, first answer and first complete answer by id, newest run first."""
+"""First row, answer and complete answer by id, newest run first."""
 _COUNTS = """
     SELECT count(answer) FILTER (is_wanted) AS done,
         count(*) FILTER (is_wanted AND answer IS NULL) AS failed,
@@ -90,7 +90,7 @@ Mask = tuple[Location, NDArray[np.bool_]]
 """A file of results, and True for each row that is wanted."""
 _DIGITS = {"s": 0, "ms": -3, "us": -6, "ns": -9}
 EXECUTED = r"^(\x27*(\s*[=+@\x{FF1D}\x{FF0B}\x{FF0D}\x{FF20}-]|[\t\r]))"
-"""Beginnings of cells that a spreadsheet may execute, also after quotes: cells stay distinct."""
+"""Beginnings of cells that a spreadsheet executes, or that look like them after a quote."""
 
 
 class Form(NamedTuple):
@@ -127,9 +127,9 @@ class Exported(NamedTuple):
 def follow(
     output: Location, folder: Location, form: Form, is_running: Callable[[], bool]
 ) -> Exported:
-    """Write each new commit of a run into a folder, until the run has no driver.
+    """Write each new commit of a run as a file, until the run has no driver.
 
-    Each commit becomes a file. Another call continues, and each document has one row.
+    Another call continues, and each document has one row.
 
     Raises:
         ValueError: There is no run, the destination has other files, or a column is unknown.
@@ -193,12 +193,11 @@ class Answers(NamedTuple):
 
 
 def newest_answers(outputs: Sequence[Location], only_ids_in: str | None = None) -> Answers:
-    """Find the newest answer to each id in `summaries/` of runs and of the runs that redid rows.
+    """Find the newest answer to each id in runs and in the runs that redid rows.
 
-    The newest run is the last to begin. The ids of all rows are in memory.
+    The newest run is the last to begin. Memory holds the ids of all rows.
 
     Args:
-        outputs: Folders of the runs.
         only_ids_in: An input; documents that it lacks are left out.
 
     Raises:
@@ -230,7 +229,7 @@ def export_answers(
         ValueError: As `newest_answers`; or the folder holds files, or no run has a column.
     """
     for output in outputs:
-        _Run.read(output)  # first of all, is there a run?
+        _Run.read(output)  # refuses a folder without a run
     check_place(outputs, to, replaces)
     found = newest_answers(outputs, only_ids_in)
     schema = narrowed(found.schema, form.columns)
@@ -266,8 +265,6 @@ def check_place(outputs: Sequence[Location], to: Location, replaces: bool = Fals
 
 
 class _Run(NamedTuple):
-    """The folder of a run."""
-
     path: str
     manifest: Values
     """Empty without a manifest."""
@@ -297,7 +294,7 @@ class _Run(NamedTuple):
 
 
 def _newest_first(runs: Sequence[_Run]) -> list[_Run]:
-    """Sort runs by age. Raises ValueError for an unknown age or different columns."""
+    """Raise ValueError for an unknown age or different columns."""
     for run in runs:
         if not run.manifest or run.begin is None:
             raise ValueError(
@@ -310,7 +307,7 @@ def _newest_first(runs: Sequence[_Run]) -> list[_Run]:
 
 
 def _common_schema(runs: Sequence[_Run]) -> pa.Schema:
-    """Return the columns of all runs. Raises ValueError for a column with two types."""
+    """Raise ValueError for a column with two types."""
     firsts = [file for run in runs for file, is_answer in run.files[:1] if is_answer]
     schemas = [
         read_file(file, pq.read_schema, damaged_results(file)).remove_metadata() for file in firsts
@@ -360,7 +357,7 @@ def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[
 
 
 def _read_ids(of: tuple[Location, bool, bool]) -> pa.Table:
-    """Read ids of a file of results, with `is_answer`, and `is_whole` if no task has failed."""
+    """Read ids, with `is_answer`, and `is_whole` if no task has failed."""
     file, is_answer, has_tasks = of
 
     def read(opened: pa.NativeFile) -> pa.Table:
@@ -428,7 +425,7 @@ _WRITERS = {"parquet": write_groups, "jsonl": _write_json_lines}
 
 
 def _flat(table: pa.Table, is_safe: bool) -> pa.Table:
-    """Write lists and structs as JSON, and put a ' before cells that a spreadsheet executes."""
+    """Write lists and structs as JSON, and make cells harmless."""
     columns = []
     for column in map(_spelled, table.columns):
         _check_offsets(column)
@@ -446,7 +443,7 @@ def _harmless(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
 
 
 def _spelled(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Write values as text if CSV or JSON has no form for them, with U+FFFD for invalid UTF-8."""
+    """Write values as text if CSV or JSON has no form for them."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         return _spelled(column.cast(kind.value_type))

@@ -42,7 +42,7 @@ _JUDGED = """
         is_right BOOL AS (gold IS NOT DISTINCT FROM answer)
     )
 """
-"""Right answers and answers of a run. A confidence is the mean log probability of a token."""
+"""Answers of a run with right answers."""
 _ADD = "INSERT INTO {} SELECT * FROM given WHERE gold IS NOT NULL"
 _ACCURACY = """
     SELECT field, count(*) AS rows, count(*) FILTER (is_right) AS num_right, avg(f1) AS f1
@@ -107,7 +107,7 @@ def check_gold(
 
 
 def _judge(database: Database, name: str, output: Location, manifest: ReadOnly | None) -> None:
-    """Create a table of the answers of a finished run that have a right answer."""
+    """Create a table of the answers that have a right answer."""
     database.select(_JUDGED.format(name))
     if manifest is None or not (gold := manifest["config"]["input"].get("gold")):
         return
@@ -142,7 +142,7 @@ def _judge(database: Database, name: str, output: Location, manifest: ReadOnly |
 
 
 def _confidences(table: pa.Table, field: str, columns: TextColumns) -> pa.ChunkedArray | pa.Array:
-    """Return the confidence of each answer; null for a field of another task than the first."""
+    """Return confidences; null for a field of another task than the first."""
     name = "whole" if field == columns.text and columns.answers is None else field
     if columns.has_confidence:
         entries = table["confidence"]
@@ -193,8 +193,8 @@ def compare_gold(
     """Compare the accuracy of two runs over their common documents.
 
     Returns:
-        By field `rows`, `accuracy` as [here, there], `difference`, its bootstrap `interval`, `p` of
-        McNemar's exact test, and ids in `right_only_here` and `right_only_there`.
+        By field `rows`, `accuracy` as [here, there], `difference` with its bootstrap `interval`,
+        `p` of McNemar's exact test, and ids.
     """
     database = Database()
     _judge(database, "here", *here)
@@ -281,7 +281,7 @@ def _spelled(column: pa.ChunkedArray) -> list[str | None]:
 
 
 def _number(text: str) -> str | None:
-    """Return the shortest digits of a number; None for NaN."""
+    """Return the shortest digits; None for NaN."""
     value = Decimal(text) or Decimal(0)  # which has no sign
     digits = f"{value:f}"
     if value.is_nan():

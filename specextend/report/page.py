@@ -1,4 +1,4 @@
-"""The report as one page of HTML without network, scripts or other files."""
+"""The report as one page of HTML without scripts or other files."""
 
 import json
 from collections import defaultdict
@@ -35,7 +35,7 @@ TILES: Figures = {
     "Cost of 1,000 documents": "wall_clock.cost.per_thousand_documents",
     "Worker hours": "wall_clock.worker_hours",
 }
-"""Large figures of the page; figures without a value are left out."""
+"""Large figures of the page, if known."""
 STATES = {
     None: "no end recorded",
     0: "complete",
@@ -43,14 +43,14 @@ STATES = {
     3: "ended with too many errors",
     75: "stopped; run again to resume",
 }
-"""States of a run by the exit code of its last start; any other code is a failure."""
+"""States of a run by the exit code of its last start."""
 _BY_LENGTH = (
     ("documents", "Documents", 0),
     ("seconds_per_document", "Seconds of a document", 1),
     ("mean_acceptance_length", "Tokens per speculative step", 2),
 )
 ALIVE_S = 60.0
-"""Age of the last sign of life below which a run is running; a driver beats every 10 s."""
+"""Age of the last sign of life of a running driver, at most."""
 
 
 def to_html(report: ReadOnly) -> str:
@@ -110,7 +110,6 @@ class Plot(NamedTuple):
 
 
 def _lengths(report: ReadOnly) -> list[Plot]:
-    """Return the charts by the length of prompts; seconds are sums of phases."""
     plots = []
     for key, title, digits in _BY_LENGTH:
         given = [bucket[key] for bucket in report["buckets"]]
@@ -122,7 +121,6 @@ def _lengths(report: ReadOnly) -> list[Plot]:
 
 
 def _certainty(report: ReadOnly) -> list[Plot]:
-    """Return a chart of the accuracy by confidence for each field with right answers."""
     return [
         Plot(
             f"calibration_{field}",
@@ -147,7 +145,7 @@ def _shown(value: Any) -> Any:
 
 
 def _seats(timeline: ReadOnly) -> dict[str, list[ReadOnly]]:
-    """Group the workers of a start by seat, without workers that never had a process."""
+    """Group workers with a process by seat."""
     seats: defaultdict[str, list[ReadOnly]] = defaultdict(list)
     for worker in timeline["workers"]:
         if worker["begun_s"] is not None or worker["spans"]:

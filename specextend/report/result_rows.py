@@ -1,4 +1,4 @@
-"""Valid rows of a run as tables of bounded size, and as responses of OpenAI's Batch API."""
+"""Rows of a run as small tables, and as responses of OpenAI's Batch API."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
@@ -32,7 +32,7 @@ from specextend.data.schema import COMMIT_SCHEMA, task_failures
 from specextend.data.storage import Location, atomic_output
 
 RUN_ID = "run_id"
-"""Added column: the start that committed a row; null for rows of `summaries/`."""
+"""Added column: the start of a commit; null for rows of `summaries/`."""
 ANSWERED = "answered"
 """Added column of error rows: True if other tasks of the document have an answer."""
 _PIECE_BYTES = 4 << 20
@@ -50,7 +50,7 @@ _RESPONSE = (
 )
 _FAILURE = ("doc_id", "error_class", "message")
 _SOURCE = "source_path"
-"""Column of a data set of `specextend prepare` with the path of a file."""
+"""Column of `specextend prepare` with the path of a file."""
 
 _NAMED = (
     "FROM (SELECT *, left(sha256(coalesce(run_id, 'None') || ':' || doc_id), 24) AS name "
@@ -128,7 +128,7 @@ def read_rows(
 def told_apart(
     results: pa.Table, done: Sequence[str], errors: Sequence[str]
 ) -> Iterator[tuple[bool, pa.Table]]:
-    """Yield the rows of a table of `read_results` in the form of `read_rows`."""
+    """Yield a table of `read_results` in the form of `read_rows`."""
     state = state_of(results)
     run_ids = pa.repeat(pa.scalar(run_id_of(commit_of(results)), pa.string()), len(results))
     if state != FAILED:
@@ -154,7 +154,7 @@ def find_pdfs(
 ) -> dict[str, str]:
     """Return the URIs of documents that are local PDF files, by id.
 
-    Files are known if `source_path` is a passthrough column, and once the run has ended.
+    Files are known if `source_path` is passed through, and the run has ended.
     """
     passthrough = manifest["config"]["input"].get("passthrough", ()) if manifest else ()
     wanted = pa.array(doc_ids, "string")
@@ -174,7 +174,7 @@ def find_pdfs(
 
 
 def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa.Table]:
-    """Read columns of a result file with the names and types of COMMIT_SCHEMA."""
+    """Read results with the names and types of COMMIT_SCHEMA."""
     schema = pa.schema([COMMIT_SCHEMA.field(name) for name in columns])
     stored = [text if name == "summary" else name for name in columns]
 
@@ -191,7 +191,7 @@ def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa
 
 
 def _read_failures(file: Location, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """Read documents of `summaries/` with failed tasks as error rows."""
+    """Read failed tasks of `summaries/` as error rows."""
 
     def read(parquet: pq.ParquetFile) -> Iterator[pa.Table]:
         if "tasks" not in parquet.schema_arrow.names:
@@ -209,8 +209,7 @@ def write_responses(output: Location, file: Location) -> tuple[int, int, int | N
     """Write a JSON line for each document of a run, in no particular order.
 
     Returns:
-        Numbers of lines, of errors among them, and of documents of the run (None without a
-        manifest).
+        Numbers of lines, of errors, and of documents of the run (None without a manifest).
 
     Raises:
         ValueError: The folder holds no run, or a run of several tasks.

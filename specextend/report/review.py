@@ -110,11 +110,10 @@ def draw_sample(
         by_flags: True to draw some answers with each flag and some without.
 
     Returns:
-        Answers drawn, and answers of the run.
+        Numbers of drawn and of all answers.
 
     Raises:
-        ValueError: The run has not ended, has too many flags for the sample, or has a column with
-            a name of ours.
+        ValueError: The run has not ended, or does not fit the sample.
     """
     check_place([output], to, replaces)
     found = newest_answers([output])
@@ -154,11 +153,7 @@ def draw_sample(
 
 
 def allocate(sizes: Mapping[str, int], num_rows: int) -> dict[str, int]:
-    """Divide a sample among strata by the square roots of their sizes, LEAST rows for each.
-
-    Raises:
-        ValueError: The sample is too small.
-    """
+    """Divide a sample by the square roots of the sizes. Raises ValueError if it is too small."""
     taken = {name: min(LEAST, size) for name, size in sizes.items()}
     if (least := sum(taken.values())) > num_rows:
         raise ValueError(
@@ -179,9 +174,8 @@ def read_review(output: Location, file: Location) -> Values:
     """Read the verdicts of people on a sample of `draw_sample` (CSV or Parquet).
 
     Returns:
-        Counts, and shares of good answers (`good`, `unflagged`) and of bad answers (`flagged` and
-        each of `flags`) with intervals of 95%. The share of all good answers is None while a
-        stratum has no verdict.
+        Counts, and shares of good answers (`good`, `unflagged`) and of bad answers (`flagged`,
+        `flags`). The share of all good answers is None while a stratum has no verdict.
 
     Raises:
         ValueError: The file is not a sample of the present answers, or has an unknown verdict.
@@ -218,7 +212,6 @@ def read_review(output: Location, file: Location) -> Values:
 
 
 def _share(strata: list[Stratum]) -> Values:
-    """Estimate a share of the answers in strata with a verdict."""
     reviewed = sum(each.drawn for each in strata)
     share, interval = stratified(strata) if reviewed else (None, None)
     answers = sum(each.rows for each in strata if each.drawn)
@@ -229,8 +222,8 @@ def stratified(strata: Iterable[Stratum]) -> tuple[float, list[float]]:
     """Estimate the share of hits in all strata with a drawn row.
 
     Returns:
-        The share by size of strata, and its interval: Wilson's of each stratum, corrected for
-        small strata, joined by MOVER (Zou, Huang and Zhang 2009).
+        The share, and its interval: Wilson's of each stratum, corrected for small strata, joined
+        by MOVER (Zou, Huang and Zhang 2009).
     """
     known = [each for each in strata if each.drawn]
     total = sum(each.rows for each in known)
@@ -245,7 +238,6 @@ def stratified(strata: Iterable[Stratum]) -> tuple[float, list[float]]:
 
 
 def _shown(output: Location, schema: pa.Schema) -> list[str]:
-    """Return the columns that a reviewer needs."""
     columns = output_columns(output)
     names = ["doc_id"]
     for text, answers in (columns[:2], *(each[1:] for each in columns.others)):
@@ -254,7 +246,7 @@ def _shown(output: Location, schema: pa.Schema) -> list[str]:
 
 
 def _state(output: Location, found: Answers) -> str:
-    """Return an identifier of the present answers, by fingerprints and number."""
+    """Return an identifier of the present answers."""
     manifests = [read_manifest(run) for run in (output, *redone_runs(output)[0])]
     if None in manifests:
         raise ValueError(f"{output.path} has no manifest, so no review can be told to be of it")
@@ -263,7 +255,6 @@ def _state(output: Location, found: Answers) -> str:
 
 
 def _by_strata(found: Answers, by_flags: bool) -> Database:
-    """Return a database with the table `strata` of the answers."""
     database = Database()
     database.select("CREATE TABLE answers (doc_id TEXT, flags TEXT[])")
     for file, mask in found.files:
@@ -288,7 +279,7 @@ def _rows_of(found: Answers, schema: pa.Schema, places: list[int]) -> Iterator[p
 
 
 def _read_verdicts(file: Location, run: str) -> tuple[pa.Table, bool]:
-    """Read ids and verdicts (null if empty), and return True if they were drawn by flags."""
+    """Read ids with verdicts (null if empty); True if drawn by flags."""
     content = read_bytes(file)
     if content is None:
         raise ValueError(f"--reviewed: there is no {file.path}")

@@ -53,14 +53,14 @@ class Section:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """Format a number, with a comma between thousands; `-` for None."""
+    """Format a number; `-` for None."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
 
 
 def amount(value: float) -> str:
-    """Format hours or money, with two digits for small amounts."""
+    """Format hours or money."""
     return f"{value:.2g}" if value < 0.1 else number(value)
 
 
@@ -90,7 +90,7 @@ def message(text: str) -> str:
 
 
 def listed_ids(ids: Sequence[str]) -> str:
-    """Join ids, each shortened."""
+    """Join shortened ids."""
     return ", ".join(map(shortened, ids))
 
 
@@ -328,7 +328,7 @@ MEASURES = {
 
 
 def shown(path: str, value: Any) -> str:
-    """Format a figure by the unit in its name, or by its type; `-` for None."""
+    """Format a figure by the unit in its name or its type."""
     if value is None:
         return "-"
     if unit := next((unit for unit in _UNITS if re.search(unit, path)), None):
@@ -344,7 +344,7 @@ def shown(path: str, value: Any) -> str:
 
 
 def look_up(report: ReadOnly, path: str) -> Any:
-    """Return the value at a path of keys and places, joined by dots, or None."""
+    """Return the value at a dotted path of keys and places, or None."""
     value: Any = report
     for key in path.split("."):
         if value is not None:
@@ -353,12 +353,12 @@ def look_up(report: ReadOnly, path: str) -> Any:
 
 
 def num_texts(report: ReadOnly) -> int:
-    """Return the number of documents with a text, including partial failures."""
+    """Count the documents with a text, including partial failures."""
     return int(report["rows"]["done"]) + (report.get("partial") or 0)
 
 
 def cut_documents(report: ReadOnly) -> list[str]:
-    """Describe in a line the cut part of the documents; empty without one."""
+    """Describe the cut part of the documents in a line, if any."""
     tokens = report["tokens"]
     unread = ratio(tokens["dropped"], tokens["dropped"] + tokens["prompt"]) or 0.0
     return describe_cut(report["quality_flags"].get("shortened", 0), num_texts(report), unread)
@@ -401,7 +401,6 @@ def sections(report: ReadOnly) -> list[Section]:
 
 
 def _named(title: str, figures: Figures, report: ReadOnly, about: str = "") -> Section:
-    """Make a table of names and figures that have a value."""
     values = [(name, path, look_up(report, path)) for name, path in figures.items()]
     rows = [(name, shown(path, value)) for name, path, value in values if value is not None]
     return Section(title, ("", "value"), rows, about=about)

@@ -1,7 +1,7 @@
 """The wall clock of a run: starts, workers, end and cost. Begin at `clock_sections`.
 
-A worker is paid from its process to its release. docs/planning-and-report.md explains the seven
-kinds of that time. Times are seconds since the epoch.
+A worker is paid from its process to its release. docs/planning-and-report.md explains the kinds of
+that time.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from specextend.report.charts import RunFigures
 FINISHED = (0, 3)
 """Exit codes of a start without open documents."""
 RESOLUTION = 400
-"""Parts of a start. Documents of a worker that begin in the same part are drawn as one span."""
+"""Parts of a start. Documents that begin in the same part are drawn as one span."""
 MOST_STARTS = 6
 MOST_SEATS = 64
 """Starts and seats of the time line."""
 IDLE_SHARE = 0.05
-"""Share of a start after which a worker without documents is idle."""
+"""Share of a start that counts as idle."""
 _STARTS = (
     "place INT, run_id TEXT, began DOUBLE, ended DOUBLE, sign DOUBLE, has_end BOOL, is_stopped "
     "BOOL, has_workers BOOL, gpus DOUBLE, price DOUBLE"
@@ -53,7 +53,7 @@ _TIMED = """
         FROM works GROUP BY run_id
     ) AS sums USING (run_id)
 """
-"""Starts with their work. The last sign of life replaces a missing end."""
+"""Starts with their work, up to the end or the last sign of life."""
 _HELD = """
     SELECT workers.*, timed.ended, workers.name IS NOT NULL AND ready IS NOT NULL AS was_ready,
         if(was_ready, greatest(ready, coalesce(gone, timed.ended)) - ready, 0) AS there,
@@ -199,9 +199,7 @@ _TAIL = f"""
             first) AS last_percent_s, waits.*
     FROM start, whole, waits WHERE documents > 0
 """
-"""End of the last start with documents, unless it was stopped: seconds of the last 1% of its
-documents, and idle time of its workers.
-"""
+"""End of the last start with documents: its last 1%, and idle time of its workers."""
 _LINES = """
     WITH stretches AS (
         SELECT worker AS name, min(began) - $3 AS since, max(ended) - $3 AS until,
@@ -221,9 +219,7 @@ _LINES = """
     LEFT JOIN at_work USING (name)
     ORDER BY seat NULLS LAST, asked, number, name
 """
-"""Workers of a start by its record or, if it was killed, by its rows. A span has begin, end and
-number of documents.
-"""
+"""Workers of a start by its record or, if it was killed, by its rows."""
 PARTS = 40
 """Parts of a start in which finished documents are counted."""
 _ENDED = f"""
@@ -237,13 +233,7 @@ _ENDED = f"""
 def clock_sections(
     starts: Sequence[Start], figures: RunFigures, heartbeat: Heartbeat | None
 ) -> Values:
-    """Compute the sections `wall_clock`, `starts`, `tail` and `timeline` of a report.
-
-    Args:
-        starts: Records of the run.
-        figures: Rows of the run.
-        heartbeat: Heartbeat of the current driver.
-    """
+    """Compute the sections `wall_clock`, `starts`, `tail` and `timeline` of a report."""
     _collect(starts, figures, heartbeat)
     [wall_clock] = figures.select(_WALL_CLOCK)
     paid = figures.select("FROM paid ORDER BY place")
@@ -304,7 +294,7 @@ def _start(start: Start, paid: ReadOnly) -> Values:
 
 
 def _timeline(start: ReadOnly, exit_code: int | None, figures: RunFigures) -> Values | None:
-    """Return the time line of a start in seconds since its begin; None for an empty start."""
+    """Return the time line of a start; None for an empty start."""
     run_id = start["run_id"]
     begin = start["began"]
     seconds = start["seconds"]
