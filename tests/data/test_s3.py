@@ -20,7 +20,7 @@ from specextend.data.source import open_source
 from specextend.data.storage import atomic_output, resolve, write_bytes
 from tests.data.conftest import opened
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, Endpoint
-from tests.job.conftest import CONFIG, on, parts, rows, specextend, summarize
+from tests.job.conftest import CONFIG, on, specextend, summarize
 
 FORBIDDEN = "403 Forbidden"
 """No client tries again."""
@@ -35,11 +35,6 @@ def output(s3):
 def upload(name, columns, group_rows=2):
     with atomic_output(resolve(f"s3://corpus/{name}")) as path:
         pq.write_table(pa.table(columns), path, row_group_size=group_rows)
-
-
-def written(s3):
-    """What is in the bucket, without the empty objects that stand for folders."""
-    return {name: data for name, data in s3.files().items() if not name.endswith("/")}
 
 
 def test_keys_are_named_as_they_are(s3, output, done):
@@ -92,7 +87,8 @@ def test_a_rewrite_that_fails_leaves_the_good_file_as_it_was(s3, output, refused
     with pytest.raises(OSError, match="AWS Error"):
         rewrite()
     s3.fault = ANSWERED
-    assert list(written(s3).values()) == [b"yesterday's"], "and nothing else that somebody would take for data"
+    written = [data for name, data in s3.files().items() if not name.endswith("/")]  # as a folder's does
+    assert written == [b"yesterday's"], "and nothing else that somebody would take for data"
 
 
 @pytest.mark.slow
@@ -161,7 +157,6 @@ def test_an_output_bucket_that_is_not_there_is_refused_in_one_line(s3):
         f"s3://{ACCESS_KEY}@corpus/in",
         f"s3://{ACCESS_KEY}:{SECRET_KEY}#x@corpus/in",
         f"s3://{ACCESS_KEY}:{SECRET_KEY}/x@corpus/in",
-        f"s3://corpus/in?region&secret_key={SECRET_KEY}",
         f"s3://corpus/in?region=us-east-1&secret_key={SECRET_KEY}",
         f"abfs://:{SECRET_KEY}@account.dfs.core.windows.net/in",
         f"abfs://account.dfs.core.windows.net/in?client_secret={SECRET_KEY}",
@@ -207,38 +202,32 @@ def test_a_shipped_source_carries_no_credentials(s3):
 
 
 @pytest.mark.slow
-def test_a_whole_job_reads_and_writes_object_storage(s3, tmp_path):
+def test_a_whole_job_reads_and_writes_object_storage(s3):
     """The main job on a local Ray: exactly one row for each row, no credentials in any file or line of it."""
     text = [None if row % 5 == 4 else f"Document {row} is about dams. " * 9 for row in range(10)]
     upload("in/a.parquet", {"text": text, "topic": list(range(10))}, group_rows=4)
-    settings = [
-        "input.id_column=null",
-        "input.passthrough=[topic]",
-        "job.max_error_fraction=0.5",
-        "decoding.max_new_tokens=8",
-    ]
-    known = [*on("s3://corpus/in", "s3://corpus/out", *settings), "--task", "summary"]
+    settings = "input.id_column=null input.passthrough=[topic] job.max_error_fraction=0.5 decoding.max_new_tokens=8"
+    known = [*on("s3://corpus/in", "s3://corpus/out", *settings.split()), "--task", "summary"]
     ended = summarize(*known).exits(0)
+    assert column("summaries", "topic") == [0, 1, 2, 3, 5, 6, 7, 8]
+    assert [key["row"] for key in column("errors", "key")] == [4, 9]
     files = s3.files()
-    for name, data in files.items():
-        target = tmp_path / name
-        if data:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(data)
-    assert [row["topic"] for row in rows(tmp_path / "out" / "summaries")] == [0, 1, 2, 3, 5, 6, 7, 8]
-    assert [row["key"]["row"] for row in rows(tmp_path / "out" / "errors")] == [4, 9]
-    assert (tmp_path / "out" / "_SUCCESS").exists()
-    puts = {change for change in s3.changes() if "/_run/parts/part-" in change[1]}
-    names = [part.name for part in parts(tmp_path / "out")]
-    assert puts == {("PUT", f"/corpus/out/_run/parts/{name}") for name in names}, "one request a part"
-    for more, to in (("--follow",), "live"), ((), "answers.csv"):
-        told = specextend("export", "s3://corpus/out", *more, "--to", f"s3://corpus/{to}")
-        assert (told.code, told.stdout) == (0, f"8 of 10 documents in s3://corpus/{to}; 2 failed\n"), told.stderr
-    assert {name.partition("/")[0] for name in s3.files()} >= {"live", "answers.csv"}
+    assert "out/_SUCCESS" in files
+    parts = [("PUT", f"/corpus/{name}") for name in files if name.startswith("out/_run/parts/part-")]
+    assert {change for change in s3.changes() if "/_run/parts/part-" in change[1]} == {*parts}, "one request a part"
+    for more, to in (["--follow"], "live"), ([], "answers.csv"):
+        told = specextend("export", "s3://corpus/out", *more, "--to", f"s3://corpus/{to}").exits(0)
+        assert told.stdout == f"8 of 10 documents in s3://corpus/{to}; 2 failed\n"
+    assert {"live", "answers.csv"} <= {name.partition("/")[0] for name in s3.files()}
     s3.requests.clear()
-    assert summarize(*known).code == 0
+    summarize(*known).exits(0)
     assert [path for method, path in s3.changes() if method == "PUT" and "/part-" in path] == [], "nothing is rewritten"
     summarize(*known, "--task", "translation").exits(0)
-    assert [name for name in s3.files() if name.startswith("out/added/translation/summaries/")]
+    assert column("added/translation/summaries", "topic")
     said = [ended.stdout.encode(), ended.stderr.encode(), *files.values()]
     assert not [text for text in said if SECRET_KEY.encode() in text or ACCESS_KEY.encode() in text]
+
+
+def column(folder, name):
+    place = resolve(f"s3://corpus/out/{folder}")
+    return pq.read_table(place.path, filesystem=place.filesystem)[name].to_pylist()
