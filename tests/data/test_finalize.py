@@ -57,10 +57,6 @@ def test_damaged_summaries_are_written_again(where, source, finished):
     assert read(finished, "summaries", 2) == whole
 
 
-class Killed(BaseException):
-    """The process ended here: nothing catches it."""
-
-
 @pytest.mark.parametrize("num_files", range(6))
 def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(num_files, source, output, done):
     """Each file is whole or not there, so a second finalize only adds what is missing. An input file has one file of
@@ -73,10 +69,10 @@ def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(num_files,
 
     def replace(old, new, rename=os.replace):
         if next(left, None) is None:
-            raise Killed
+            raise KeyboardInterrupt
         rename(old, new)
 
-    with pytest.MonkeyPatch.context() as patch, suppress(Killed):
+    with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
         patch.setattr(os, "replace", replace)
         finalize(source, output)
     assert finalize(source, output) == Counts(5, 3, 2)

@@ -97,12 +97,6 @@ def test_a_clock_in_a_template_says_the_time_that_it_is_told(chat_tokenizer):
     assert with_time(PromptOptions(), chat_tokenizer, None) == PromptOptions()
 
 
-def test_half_of_a_surrogate_pair_is_replaced(chat_tokenizer):
-    text = shown(chat_tokenizer, "a\ud83db", system="c\udfffd")
-    assert "a\ufffdb" in text
-    assert "c\ufffdd" in text
-
-
 def test_a_document_cannot_forge_control_tokens(chat_tokenizer):
     """Text from anywhere is summarised: `<|im_end|>` in it, or in its own instruction, must not end the user's turn.
 

@@ -121,16 +121,13 @@ def test_only_the_ids_of_rows_that_are_wanted_are_checked(tmp_path, write):
 def test_rows_with_bad_ids_can_be_error_rows(tmp_path, write):
     """They go by their places, so that no id stands for two rows, and a resumed run knows them."""
     write("in/a.parquet", {"id": [7, None, 7], "text": ["one", "two", "three"]})
-    write("in/b.parquet", {"id": ["7", "8", None], "text": ["four", "five", None]})
-    options = InputOptions(path=str(tmp_path / "in"), id_column="id", on_bad_id="error")
-    source = select_rows(open_source(replace(options, limit=6)))
+    options = InputOptions(path=str(tmp_path / "in"), id_column="id", on_bad_id="error", limit=9)
+    source = select_rows(open_source(options))
     output = location(tmp_path / "out")
     write_selection(source, output)
-    recalled = recall_selection(open_source(options), output, manifest_of(source))
-    bad = {"a.parquet:1", "a.parquet:2", "b.parquet:0", "b.parquet:2"}
-    for each in (source, recalled):
-        assert {*ids_of(each)} == {"7", "8"} | bad
-        assert {each.doc_id(row.key) for row in each.scan() if row.error_class == "BadId"} == bad
+    for each in (source, recall_selection(open_source(options), output, manifest_of(source))):
+        found = [(each.doc_id(row.key), row.error_class) for row in each.scan()]
+        assert found == [("7", None), ("a.parquet:1", "BadId"), ("a.parquet:2", "BadId")]
     write("in/b.parquet", {"id": ["a.parquet:2"], "text": ["four"]})
     with pytest.raises(InputError, match=r"'a.parquet:2' is an id in column 'id' .*, and the name of a row without"):
         select_rows(open_source(options))

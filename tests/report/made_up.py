@@ -71,21 +71,22 @@ def first_night(output, config):
     clock = SetClock()
     record = StartRecord(output, FIRST, config, clock=clock)
     record.write()
-    for seat in (1, 2):
-        clock.now = NIGHT_S + 1
-        record.worker_asked(f"worker-{seat}", seat)
-        clock.now = NIGHT_S + 2
-        record.note(f"worker-{seat}", "begun")
-        clock.now = NIGHT_S + 10 * seat
-        record.note(f"worker-{seat}", "ready", **info(seat)._asdict())
+    for pid in (1, 2):
+        start_worker(record, clock, pid, pid, NIGHT_S, NIGHT_S + 10 * pid)
     clock.now = NIGHT_S + 60
     record.note("worker-2", "gone", reason="its process ended")
-    record.worker_asked("worker-3", 2)
-    clock.now = NIGHT_S + 62
-    record.note("worker-3", "begun")
-    clock.now = NIGHT_S + 80
-    record.note("worker-3", "ready", **info(3)._asdict())
+    start_worker(record, clock, 3, 2, NIGHT_S + 60, NIGHT_S + 80)
     record.write()
+
+
+def start_worker(record, clock, pid, seat, asked, ready):
+    """Note that a worker was asked for, had a process two seconds later, and was ready."""
+    clock.now = asked
+    record.worker_asked(f"worker-{pid}", seat)
+    clock.now = asked + 2
+    record.note(f"worker-{pid}", "begun")
+    clock.now = ready
+    record.note(f"worker-{pid}", "ready", **info(pid)._asdict())
 
 
 def second_night(output, config):
@@ -93,13 +94,9 @@ def second_night(output, config):
     clock = SetClock(NEXT_NIGHT_S)
     holder = LockHolder(FIRST, "host", 1, NIGHT_S + KILLED_S)
     record = StartRecord(output, SECOND, config, took_over=holder, clock=clock)
-    for seat in (1, 2, 3):
-        record.worker_asked(f"worker-{seat}", seat)
     for seat in (1, 2):
-        clock.now = NEXT_NIGHT_S + 5
-        record.note(f"worker-{seat}", "begun")
-        clock.now = NEXT_NIGHT_S + 20
-        record.note(f"worker-{seat}", "ready", **info(seat + 10)._asdict())
+        start_worker(record, clock, seat + 10, seat, NEXT_NIGHT_S + 3, NEXT_NIGHT_S + 20)
+    record.worker_asked("worker-13", 3)
     clock.now = NEXT_NIGHT_S + 420
     record.workers_released()
     clock.now = NEXT_NIGHT_S + 430

@@ -49,29 +49,28 @@ def follow(output, to, *more):
     return specextend("export", output, "--follow", "--to", to, *more)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_a_follower_that_was_stopped_goes_on_where_it_was(stopped, tmp_path, kind):
+def test_a_follower_that_was_stopped_goes_on_where_it_was(stopped, tmp_path):
     """A row that came twice would be counted twice; one that was left out is missed by nobody before the morning."""
     live = tmp_path / "live"
     before = sorted(stopped.rglob("*"))
-    ended = follow(stopped, live, "--format", kind).exits(75)
+    ended = follow(stopped, live, "--format", "jsonl").exits(75)
     assert ended.stdout == f"2 of 4 documents in {live}; 1 failed\n"
     assert ended.stderr == "the run has stopped before its end; run it again, then this command\n"
     assert sorted(stopped.rglob("*")) == before, "nothing is written into its folder"
     first = {path.name: path.stat().st_mtime_ns for path in live.iterdir()}
     commit(stopped, "0000000b", answer(1, "b"), answer(2, "c again"))  # a retry, and a driver that came too late
     commit(stopped, "0000000b", failed_row(3, doc_id="doc-3"))
-    ended = follow(stopped, live, "--format", kind).exits(0)
+    ended = follow(stopped, live, "--format", "jsonl").exits(0)
     assert ended.stderr == ""
     assert ended.stdout == f"3 of 4 documents in {live}; 1 failed\n"
     assert {path.name: path.stat().st_mtime_ns for path in live.iterdir()}.items() > first.items()
-    found = texts(live)
-    if kind == "jsonl":
-        lines = [json.loads(line) for path in live.iterdir() for line in path.read_text().splitlines()]
-        found = sorted((line["doc_id"], line["summary"]) for line in lines)
-    assert found == [("doc-0", "a"), ("doc-1", "b"), ("doc-2", "c")]
-    assert follow(stopped, tmp_path / "two", "--columns", "summary,doc_id").code == 0
-    assert {tuple(row) for row in rows(tmp_path / "two")} == {("summary", "doc_id")}
+    lines = [json.loads(line) for path in live.iterdir() for line in path.read_text().splitlines()]
+    answers = {line["doc_id"]: line["summary"] for line in lines}
+    assert len(lines) == len(answers)
+    assert answers == {"doc-0": "a", "doc-1": "b", "doc-2": "c"}
+    follow(stopped, tmp_path / "two", "--columns", "summary,doc_id").exits(0)
+    assert texts(tmp_path / "two") == sorted(answers.items())
+    assert [*rows(tmp_path / "two")[0]] == ["summary", "doc_id"]
 
 
 def test_a_folder_of_another_export_is_not_followed_into(stopped, tmp_path):
@@ -138,48 +137,39 @@ def test_only_the_columns_that_are_named_are_exported_in_that_order(night, tmp_p
     assert "there is no keywords; there are doc_id, summary," in ended.line()
 
 
-ODD_VALUES = {
-    "decimal": pa.array([Decimal("1.50")]),
-    "bytes": pa.array([b"\xff\x00"]),
-    "fixed": pa.array([b"\xff\x00"], pa.binary(2)),
-    "view": pa.array([b"\xff\x00"], pa.binary_view()),
-    "uuid": pa.array([b"\x12" * 16], pa.uuid()),
-    "json": pa.array(['{"a": 1}'], pa.json_()),
-    "duration": pa.array([90_061_500], pa.duration("ms")),
-    "negative": pa.array([-1], pa.duration("ns")),
-    "instant": pa.array([1], pa.timestamp("ns", "UTC")),
-    "words": pa.array(["x"]).dictionary_encode(),
-    "halves": pa.array([b"a \xed\xa0\x80"]).cast(pa.string(), safe=False),
-    "list": pa.array([[float("nan"), 0.5]]),
-    "struct": pa.array([{"d": Decimal("0.1"), "t": timedelta(seconds=1.5), "b": b"\xff"}]),
-}
-SPELLED = {
-    "decimal": "1.50",
-    **dict.fromkeys(("bytes", "fixed", "view"), "/wA="),
-    "uuid": "12121212-1212-1212-1212-121212121212",
-    "json": '{"a": 1}',
-    "duration": "PT90061.500S",
-    "negative": "PT-0.000000001S",
-    "instant": "1970-01-01T00:00:00.000000001Z",
-    "words": "x",
-    "halves": "a \ufffd\ufffd\ufffd",
-    "list": [None, 0.5],
-    "struct": {"d": "0.1", "t": "PT1.500000S", "b": "/w=="},
-}
+ODD_VALUES = [
+    (pa.array(["a"]), "a"),
+    (pa.array([Decimal("1.50")]), "1.50"),
+    (pa.array([b"\xff\x00"]), "/wA="),
+    (pa.array([b"\xff\x00"], pa.binary(2)), "/wA="),
+    (pa.array([b"\xff\x00"], pa.binary_view()), "/wA="),
+    (pa.array([b"\x12" * 16], pa.uuid()), "12121212-1212-1212-1212-121212121212"),
+    (pa.array(['{"a": 1}'], pa.json_()), '{"a": 1}'),
+    (pa.array([90_061_500], pa.duration("ms")), "PT90061.500S"),
+    (pa.array([-1], pa.duration("ns")), "PT-0.000000001S"),
+    (pa.array([1], pa.timestamp("ns", "UTC")), "1970-01-01T00:00:00.000000001Z"),
+    (pa.array(["x"]).dictionary_encode(), "x"),
+    (pa.array([b"a \xed\xa0\x80"]).cast(pa.string(), safe=False), "a \ufffd\ufffd\ufffd"),
+    (pa.array([[float("nan"), 0.5]]), [None, 0.5]),
+    (
+        pa.array([{"d": Decimal("0.1"), "t": timedelta(seconds=1.5), "b": b"\xff"}]),
+        {"d": "0.1", "t": "PT1.500000S", "b": "/w=="},
+    ),
+]
 
 
 def test_every_value_is_written_without_quotes_inside_of_quotes(night, tmp_path):
     """A decimal was a quoted text inside of a cell, and NaN inside of a list made a line that is no JSON."""
     run = night(1, {"a": "a1"})
-    write_table(location(run / "summaries" / "part-00000.parquet"), pa.table({"doc_id": ["a"]} | ODD_VALUES))
+    arrays, spelled = zip(*ODD_VALUES, strict=True)
+    names = ["doc_id", *map(str, range(1, len(arrays)))]
+    pq.write_table(pa.table([*arrays], names), run / "summaries" / "part-00000.parquet")
     for ending in ("csv", "jsonl"):
-        assert specextend("export", run, "--to", tmp_path / f"to.{ending}").code == 0
+        specextend("export", run, "--to", tmp_path / f"to.{ending}").exits(0)
     [cells] = csv.DictReader((tmp_path / "to.csv").read_text(encoding="utf-8").splitlines())
-    assert cells == {"doc_id": "a"} | {
-        name: value if isinstance(value, str) else json.dumps(value) for name, value in SPELLED.items()
-    }
+    assert [*cells.values()] == [value if isinstance(value, str) else json.dumps(value) for value in spelled]
     [line] = (tmp_path / "to.jsonl").read_text(encoding="utf-8").splitlines()
-    assert json.loads(line, parse_constant=pytest.fail) == {"doc_id": "a"} | SPELLED
+    assert [*json.loads(line, parse_constant=pytest.fail).values()] == [*spelled]
 
 
 OLD_S = -2_600_000_000

@@ -20,8 +20,8 @@ from tests.report.made_up import (
     SetClock,
     config_of,
     done_row,
-    info,
     rows_of_worker,
+    start_worker,
 )
 
 PAID_S = 2 * (118 - 2) + 2 * (420 - 5)
@@ -139,10 +139,7 @@ def one_worker(folder, workers=True):
     record = StartRecord(output, FIRST, config_of(str(folder)), clock=clock)
     record.write()
     if workers:
-        record.worker_asked("worker-1", 1)
-        record.note("worker-1", "begun")
-        clock.now = NIGHT_S + 10
-        record.note("worker-1", "ready", **info(1)._asdict())
+        start_worker(record, clock, 1, 1, NIGHT_S - 2, NIGHT_S + 10)
         record.write()
     CommitWriter(output, FIRST).commit(rows_of_worker(range(5), "host:1", NIGHT_S + 11))
     return str(folder)

@@ -74,12 +74,6 @@ def test_kappa_is_that_of_the_books(tmp_path, counts, kappa):
     assert found["kappa"] == (None if kappa is None else pytest.approx(kappa))
 
 
-def test_labels_have_their_precision_and_recall(tmp_path):
-    found = found_of(tmp_path, "closed", [True, True, True, False], pa.array([True, True, False, True]))
-    assert found["labels"]["true"] == {"gold": 3, "answers": 3, "precision": 2 / 3, "recall": 2 / 3}
-    assert found["confusion"][0] == ["true", "true", 2]
-
-
 def test_answers_are_grouped_by_confidence_and_the_least_certain_come_first(tmp_path):
     """Each in one group, of equal sizes; too few for two groups say nothing."""
     answers = [number % 3 == 0 for number in range(48)]
