@@ -6,12 +6,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specextend.core import DocumentKey
+from specextend.data.commits import CommitWriter
 from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
 from specextend.data.storage import resolve
 from tests.data.s3_server import s3_server
-from tests.properties.rows import done as row_done
+from tests.properties.rows import done
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -27,6 +27,11 @@ def opened(path, **options):
 def location(path):
     """A place on this machine."""
     return resolve(str(path))
+
+
+def commit_all(source, output):
+    """Commit every row of an input as done."""
+    CommitWriter(output, "0000000a").commit([done(row.key) for row in source.scan()])
 
 
 @pytest.fixture
@@ -60,16 +65,6 @@ def s3(server, monkeypatch):
 @pytest.fixture
 def output(tmp_path):
     return location(tmp_path / "output")
-
-
-@pytest.fixture
-def done():
-    """A row of a document done."""
-
-    def done(file, row, text="a summary"):
-        return row_done(DocumentKey(file, row), text) | {"doc_id": f"id-{file}-{row}"}
-
-    return done
 
 
 @pytest.fixture(scope="session")

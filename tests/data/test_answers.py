@@ -6,9 +6,11 @@ import re
 import pyarrow as pa
 import pytest
 
+from specextend.core import DocumentKey
 from specextend.data.answers import answer_columns, merge_answers, schema_of, shortest_answer, whole_answer
 from specextend.data.commits import CommitWriter, read_commit
 from specextend.data.quality import find_evidence
+from tests.properties.rows import done
 from tests.refused import refused
 
 
@@ -103,7 +105,7 @@ HALVES = '{"a": "\\ud83d\\ude00 \\ud800", "b": [{"c": "\\udc00\\ud800"}], "d": "
 """A pair, a half, two halves in the wrong order, and a text that only looks like an escape."""
 
 
-def test_half_a_surrogate_pair_in_an_answer_is_a_replacement_character(output, done):
+def test_half_a_surrogate_pair_in_an_answer_is_a_replacement_character(output):
     """A model may write one as an escape. It emptied the column, and as evidence it ended the driver."""
     schema = schema_of(
         {
@@ -122,7 +124,7 @@ def test_half_a_surrogate_pair_in_an_answer_is_a_replacement_character(output, d
     assert whole_answer(HALVES[:-1]) is None
     evidence = find_evidence(HALVES, f"On {value['a']}.", {"a", "b.c"})
     assert [(each["value"], each["begin"]) for each in evidence] == [(value["a"], 3), ("\ufffd\ufffd", None)]
-    row = done(0, 0, "half \ud800") | {"evidence": [{"field": "a", "value": "\udfff"}]}
+    row = done(DocumentKey(0, 0), "half \ud800") | {"evidence": [{"field": "a", "value": "\udfff"}]}
     name = CommitWriter(output, "0000000a").commit([row])
     [written] = read_commit(output, name, ["summary", "evidence"]).to_pylist()
     assert written["summary"] == "half \ufffd"

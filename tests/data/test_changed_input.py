@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 
 from specextend.core import DocumentKey
-from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize
 from specextend.data.inputs import InputChangedError
 from specextend.data.storage import list_files
-from tests.data.conftest import opened
+from tests.data.conftest import commit_all, opened
 from tests.job.conftest import end_of, on, pausing_command, rows, start, wait_for_pause, write_corpus
 
 __all__ = ["start"]
@@ -46,7 +45,7 @@ def source(path):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_whoever_reads_on_notices(source, path, write, output, done, change):
+def test_whoever_reads_on_notices(source, path, write, output, change):
     """Also a worker that has the file open, a plan that streams one too large to be read ahead, and the end of the run.
 
     Passthrough columns are read again then: they must belong to the texts that were summarised.
@@ -55,7 +54,7 @@ def test_whoever_reads_on_notices(source, path, write, output, done, change):
     large = replace(source, files=(replace(source.files[0], largest_group_bytes=1 << 30),))
     scanned = large.scan()
     assert next(scanned).text == b"one"
-    CommitWriter(output, "0000000a").commit([done(0, row) for row in range(4)])
+    commit_all(source, output)
     change(path, write)
     with pytest.raises(InputChangedError, match=r"a.parquet was (modified|removed)"):
         source.read(DocumentKey(0, 2))

@@ -13,12 +13,11 @@ import pytest
 
 from specextend.core import DocumentKey
 from specextend.data.check import guess_columns
-from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize
 from specextend.data.inputs import InputError, InputOptions
 from specextend.data.selection import select_rows
 from specextend.data.source import open_source
-from tests.data.conftest import opened
+from tests.data.conftest import commit_all, opened
 
 NUM_ROWS = 700
 """More than one batch of reading, so that values of two batches must fit together."""
@@ -46,12 +45,11 @@ COLUMNS = {
 
 
 @pytest.fixture
-def summaries_of(output, done):
+def summaries_of(output):
     """Give the summaries of each file of an input, whose every row is done."""
 
     def summaries(source):
-        keys = [row.key for row in source.scan()]
-        CommitWriter(output, "0000000a").commit([done(*key) for key in keys])
+        commit_all(source, output)
         finalize(source, output)
         return [pq.read_table(path) for path in sorted(Path(output.path, "summaries").iterdir())]
 

@@ -20,8 +20,8 @@ from specextend.data.schema import summary_fields
 from specextend.data.storage import Location, exists
 from specextend.report import RunFigures, write_report
 from tests.damage import damage
-from tests.data.conftest import opened
-from tests.properties.rows import failed
+from tests.data.conftest import commit_all, opened
+from tests.properties.rows import done, failed
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ def read(output, folder, number):
 
 
 @pytest.fixture
-def finished(source, output, done):
+def finished(source, output):
     """An output whose every row is done."""
-    CommitWriter(output, "ffffffff").commit([done(*key) for key in [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]])
+    commit_all(source, output)
     finalize(source, output)
     return output
 
@@ -58,13 +58,13 @@ def test_damaged_summaries_are_written_again(where, source, finished):
 
 
 @pytest.mark.parametrize("num_files", range(6))
-def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(num_files, source, output, done):
+def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(num_files, source, output):
     """Each file is whole or not there, so a second finalize only adds what is missing. An input file has one file of
     results, and rows stand in its order.
     """
     writer = CommitWriter(output, "0000000a")
-    writer.commit([done(2, 1), done(0, 2)])
-    writer.commit([failed(DocumentKey(2, 0)), done(0, 0), failed(DocumentKey(0, 1))])
+    writer.commit([done(DocumentKey(2, 1)), done(DocumentKey(0, 2))])
+    writer.commit([failed(DocumentKey(2, 0)), done(DocumentKey(0, 0)), failed(DocumentKey(0, 1))])
     left = iter(range(num_files))
 
     def replace(old, new, rename=os.replace):
@@ -77,9 +77,9 @@ def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(num_files,
         finalize(source, output)
     assert finalize(source, output) == Counts(5, 3, 2)
     assert [read(output, "summaries", number)["doc_id"].to_pylist() for number in range(3)] == [
-        ["id-0-0", "id-0-2"],
+        ["0.parquet:0", "0.parquet:2"],
         [],
-        ["id-2-1"],
+        ["2.parquet:1"],
     ]
     assert read(output, "summaries", 0).schema.equals(pa.schema([*summary_fields(), *source.passthrough_fields]))
     assert read(output, "summaries", 0)["topic"].to_pylist() == [[{"name": "a0"}], []]
@@ -104,7 +104,7 @@ def test_a_bit_that_changes_in_a_footer_changes_no_row_unnoticed(source, finishe
         assert unfinished(source, finished) or read(finished, "summaries", 0).equals(table), place
 
 
-def test_the_end_of_a_run_reads_each_commit_once(tmp_path, write, done):
+def test_the_end_of_a_run_reads_each_commit_once(tmp_path, write):
     """On an object store each request takes tens of milliseconds; 55 hours for ten million documents, once."""
     source = opened(write("a.parquet", {"text": ["x"] * 60}))
     requests = []
@@ -114,7 +114,7 @@ def test_the_end_of_a_run_reads_each_commit_once(tmp_path, write, done):
         output = Location(fs.PyFileSystem(store), str(tmp_path / f"output-{num_parts}"))
         writer = CommitWriter(output, "0000000a")
         for part in range(num_parts):
-            writer.commit([done(0, row) for row in range(part, 60, num_parts)])
+            writer.commit([done(DocumentKey(0, row)) for row in range(part, 60, num_parts)])
         before = store.tally.requests
         finalize(source, output, observe=figures.add)
         report = write_report(output.path, output, figures=figures)

@@ -18,7 +18,7 @@ from specextend.data.quality import answer_words
 from specextend.data.schema import COMMIT_SCHEMA
 from specextend.report import RunFigures, build_report, write_report
 from tests.data.conftest import opened
-from tests.properties.rows import failed
+from tests.properties.rows import done, failed
 from tests.report.made_up import config_of, write_manifest_file
 
 PLACES = ("Aaren Bisk Corl", "Dunmar Ebel Fosk", "Garn Hult Ivel", "Jorn Kelm Lask", "Morv Nelk Ospel")
@@ -46,19 +46,14 @@ def source(write):
     return opened(write("in/a.parquet", {"text": DOCUMENTS}))
 
 
-@pytest.fixture
-def told(done):
+def told(row, text, *tasks):
     """A row of a document done, with the words of its answer; with tasks, the same for each."""
-
-    def told(row, text, *tasks):
-        words = answer_words(text, DOCUMENTS[row])
-        entries = [
-            {"name": name, "text": each, "quality_flags": [], "words": answer_words(each, DOCUMENTS[row])}
-            for name, each in zip(("first", "second"), (text, *tasks), strict=False)
-        ]
-        return done(0, row, text) | {"words": words} | ({"tasks": entries} if tasks else {})
-
-    return told
+    entries = [
+        {"name": name, "text": each, "quality_flags": [], "words": answer_words(each, DOCUMENTS[row])}
+        for name, each in zip(("first", "second"), (text, *tasks), strict=False)
+    ]
+    more = {"words": entries[0]["words"], "tasks": entries if tasks else None}
+    return done(DocumentKey(0, row), text) | more
 
 
 def flagged(output):
@@ -67,7 +62,7 @@ def flagged(output):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_texts_that_fit_any_document_are_flagged(seed, source, output, told, tmp_path):
+def test_texts_that_fit_any_document_are_flagged(seed, source, output, tmp_path):
     """A model that is at its end writes them, and nothing in such a text is wrong by itself. Whatever the order of
     rows and commits, the files, the report of the run and one that is made again say the same.
     """
@@ -84,10 +79,10 @@ def test_texts_that_fit_any_document_are_flagged(seed, source, output, told, tmp
     made = json.loads((tmp_path / "output" / "report.json").read_text())
     for report in made, build_report(output.path):
         assert report["quality_flags"] == {"generic": 2}
-        assert report["flagged"] == {"generic": [f"id-0-{row}" for row in GENERIC]}
+        assert report["flagged"] == {"generic": [f"0.parquet:{row}" for row in GENERIC]}
 
 
-def test_rows_that_are_done_again_change_the_flags_of_others(source, output, told):
+def test_rows_that_are_done_again_change_the_flags_of_others(source, output):
     """A text is generic beside others: if they become better or worse, files that nobody wrote to are stale."""
     writer = CommitWriter(output, "0000000a")
     missing = range(LEAST_ANSWERS - 1, len(DOCUMENTS))
@@ -102,7 +97,7 @@ def test_rows_that_are_done_again_change_the_flags_of_others(source, output, tol
     assert unfinished(source, output) == []
 
 
-def test_each_of_several_tasks_is_compared_with_itself(source, output, told, tmp_path):
+def test_each_of_several_tasks_is_compared_with_itself(source, output, tmp_path):
     """The second task's answers are labels, which no document has: they say nothing about a document, and need not."""
     write_manifest_file(output, config_of(output.path), len(DOCUMENTS))
     manifest = read_manifest(output)

@@ -11,7 +11,7 @@ import pytest
 from specextend.cluster.driver import is_damaged_row
 from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, exit_code_of_command
 from specextend.core import DocumentKey
-from specextend.data.commits import CommitWriter, DamagedCommitError, read_commits
+from specextend.data.commits import DamagedCommitError, read_commits
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
 from specextend.data.inputs import InputError
@@ -29,20 +29,20 @@ from specextend.documents.document_options import DocumentOptions
 from specextend.documents.file_readers import SourceFile, read_files
 from specextend.report.export import Form, export_answers
 from tests.damage import DAMAGES, damage
-from tests.data.conftest import location, opened
+from tests.data.conftest import commit_all, location, opened
 from tests.data.faulty_store import FAULTS, FaultyStore
 
 TEXTS = ["one", "two", "three"]
 
 
 @pytest.fixture
-def run(tmp_path, write, done):
+def run(tmp_path, write):
     """A finished run and its input."""
     write("in/a.parquet", {"text": TEXTS})
     source = opened(tmp_path / "in")
     output = location(tmp_path / "out")
     write_manifest(output, build_manifest(source, {}, {}))
-    CommitWriter(output, "0000000a").commit([done(0, row) for row in range(3)])
+    commit_all(source, output)
     write_audit(output, {"documents": 1})
     write_bytes(starts_folder(output).child("0000000a.json"), json.dumps({"run_id": "0000000a"}).encode())
     finalize(source, output)
