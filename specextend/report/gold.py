@@ -152,7 +152,7 @@ def _confidences(table: pa.Table, field: str, columns: TextColumns) -> pa.Chunke
 
 
 def gold_figures(output: Location, manifest: ReadOnly | None) -> Values:
-    """Compute the accuracy of a run by field, as docs/planning-and-report.md describes."""
+    """Compute the accuracy of a run by field."""
     database = Database()
     _judge(database, "judged", output, manifest)
     database.select(_PAIRS)

@@ -75,7 +75,7 @@ _SEATS = """
         sum(lost) AS lost
     FROM held GROUP BY place, seat HAVING min(begun) IS NOT NULL
 """
-"""Paid time without a document by seat. A seat has one worker at a time."""
+"""Paid time without a document by seat."""
 _PAID = """
     SELECT place, run_id, gpus, price, has_end, began, ended, is_stopped, documents,
         if(ended < began, 0, ended - began) AS seconds,
