@@ -66,7 +66,7 @@ _DRAWN = """
 """
 _JUDGED = rf"""
     CREATE TABLE judged AS
-    SELECT given.doc_id AS written, is_good,
+    SELECT given.doc_id AS written, is_good, coalesce(own.doc_id, quoted.doc_id) IS NULL AS is_new,
         if(bool_and(own.doc_id IS NOT NULL) OVER (), own.doc_id, quoted.doc_id) AS doc_id
     FROM given LEFT JOIN strata AS own ON own.doc_id = given.doc_id
         LEFT JOIN strata AS quoted
@@ -184,7 +184,9 @@ def read_review(output: Location, file: Location) -> Values:
     verdicts, by_flags = _read_verdicts(file, _state(output, found))
     database = _by_strata(found, by_flags)
     database.add(verdicts, _JUDGED)
-    for row in database.select("SELECT written FROM judged WHERE doc_id IS NULL LIMIT 1"):
+    for row in database.select(
+        "SELECT written FROM judged WHERE doc_id IS NULL ORDER BY is_new DESC LIMIT 1"
+    ):
         raise ValueError(f"{file.path}: the run has no answer to {row['written']!r}")
     for row in database.select(
         "SELECT doc_id FROM judged GROUP BY doc_id HAVING count(*) > 1 LIMIT 1"
