@@ -138,8 +138,8 @@ def reviewed_file(output: str) -> str | None:
     """Return the file of the review in the last report of a run, or None."""
     with suppress(OSError, ValueError):  # such a report is written anew
         content = read_bytes(report_file(resolve(output), "json"))
-        review: Values | None = content and json.loads(content)["reviewed"]
-        return str(review["file"]) if review else None
+        if content is not None and (review := json.loads(content).get("reviewed")):
+            return str(review["file"])
     return None
 
 
