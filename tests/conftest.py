@@ -16,6 +16,7 @@ os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
     RAY_ADDRESS="local",  # never a left-over cluster
     RAY_DEDUP_LOGS="0",
+    RAY_metrics_report_interval_ms="1000",  # a test waits for them
     RAY_worker_niceness="0",  # Ray's own 15 lets workers starve while other tests compute
     RAY_timeout_ms_task_wait_for_death_info="30000",  # after Ray's own 1000 a busy machine's dead are out of reach
     RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES=str(80 << 20),

@@ -3,17 +3,15 @@
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from specextend import RunConfig, load_engine
-from tests.job.conftest import AT_ONCE_S, CONFIG, ROOT, in_process, rows
+from tests.job.conftest import AT_ONCE_S, CONFIG, ROOT, in_process, rows, sets, write_corpus
 from tests.job.conftest import call as call  # fixtures of this folder, too
 from tests.job.conftest import plan as plan
 from tests.job.conftest import start as start
@@ -21,15 +19,11 @@ from tests.reference_outputs import Ties
 
 NUM_ROWS = 12
 SENTENCE = "The committee met and talked about the weather, then about number {}. "
-SAME = ("doc_id", "summary", "finish_reason", "num_prompt_tokens", "num_output_tokens", "num_dropped_tokens")
+SAME = (
+    "doc_id", "summary", "finish_reason", "num_prompt_tokens", "num_output_tokens", "num_dropped_tokens", "verdicts"
+)  # fmt: skip
 """Columns of a summary that no fault may change; beside them those of the input."""
 PASSTHROUGH = ("year", "source")
-
-
-def settings(**sections):
-    """Arguments of the job: `settings(job={"workers": 2})` is `--set job.workers=2`."""
-    pairs = [f"{name}.{key}={value}" for name, keys in sections.items() for key, value in keys.items()]
-    return [part for pair in pairs for part in ("--set", pair)]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +39,7 @@ def kept_kernels():
     load_engine(RunConfig.load(CONFIG, ["output.path=unused"]))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def summarize_here(kept_kernels, local_ray):
     """The job in this process, on the Ray of these tests: as `summarize`, without the seconds in which both begin."""
     return partial(in_process, "summarize.py", "--config", str(CONFIG))
@@ -56,18 +50,12 @@ class Run:
     """A corpus and the folder of its run. Documents are of different lengths, the longest of which do not fit."""
 
     folder: Path
-    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Other options of the run, by section."""
 
     def __post_init__(self):
-        table = pa.table(
-            {
-                "text": [SENTENCE.format(row) * (4 + 3 * row) for row in range(NUM_ROWS)],
-                "year": pa.array(range(1990, 1990 + NUM_ROWS), pa.int16()),
-                "source": [{"url": f"a/{row}", "tags": ["x"] * (row % 3)} for row in range(NUM_ROWS)],
-            }
-        )
-        pq.write_table(table, self.folder / "corpus.parquet", row_group_size=5)
+        texts = [SENTENCE.format(row) * (4 + 3 * row) for row in range(NUM_ROWS)]
+        years = pa.array(range(1990, 1990 + NUM_ROWS), pa.int16())
+        sources = [{"url": f"a/{row}", "tags": ["x"] * (row % 3)} for row in range(NUM_ROWS)]
+        write_corpus(self.folder / "corpus.parquet", texts, year=years, source=sources)
         self.temporary.mkdir()
 
     @property
@@ -79,23 +67,21 @@ class Run:
         """The folder of temporary files of processes that were started."""
         return self.folder / "temporary"
 
-    def options(self, **job):
-        """The sections of the configuration that differ from the file; `job` are options of `job.*`."""
-        ours = {
-            "input": {
-                "path": self.folder / "corpus.parquet",
-                "id_column": "null",
-                "passthrough": f"[{','.join(PASSTHROUGH)}]",
-            },
-            "output": {"path": self.output, "figures": "true", "confidence": "true"},
-            "prompt": {"max_prompt_tokens": 400},
-            "job": {"commit_every_s": AT_ONCE_S, "stall_s": 600, "document_deadline_s": 600} | job,  # for busy machines
-        }
-        return ours | {name: ours.get(name, {}) | keys for name, keys in self.changes.items()}
-
-    def arguments(self, **job):
-        """The command line behind the script."""
-        return settings(**self.options(**job))
+    def settings(self, **job):
+        """How the configuration differs from the file; `job` are options of `job.*`."""
+        patient = {"commit_every_s": AT_ONCE_S, "stall_s": 600, "document_deadline_s": 600}  # for busy machines
+        return [
+            f"input.path={self.folder / 'corpus.parquet'}",
+            "input.id_column=null",
+            f"input.passthrough=[{','.join(PASSTHROUGH)}]",
+            f"output.path={self.output}",
+            "output.figures=true",
+            "output.confidence=true",
+            "output.verify=true",
+            'prompt.verification="Is it so?"',
+            "prompt.max_prompt_tokens=400",
+            *(f"job.{key}={value}" for key, value in (patient | job).items()),
+        ]
 
     def start(self, *command, address=None, **job):
         """Start the job as a process on a Ray: that of the tests, if no other is named."""
@@ -106,7 +92,7 @@ class Run:
         variables = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": address, "RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
         variables["TMPDIR"] = str(self.temporary)
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        whole = [sys.executable, *command, "--config", CONFIG, *self.arguments(**job)]
+        whole = [sys.executable, *command, "--config", CONFIG, *sets(*self.settings(**job))]
         return subprocess.Popen(whole, env=os.environ | variables, cwd=ROOT, **pipes)
 
     def result(self):
@@ -137,15 +123,15 @@ def committed(output):
 
 
 @pytest.fixture
-def run(tmp_path, kept_kernels, local_ray):
+def run(tmp_path, summarize_here):
     return Run(tmp_path)
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory, kept_kernels, local_ray):
+def undisturbed(tmp_path_factory, summarize_here):
     """What the same corpus gives when nothing happens."""
     calm = Run(tmp_path_factory.mktemp("undisturbed"))
-    in_process("summarize.py", "--config", CONFIG, *calm.arguments()).exits(0)
+    summarize_here(*sets(*calm.settings())).exits(0)
     result = calm.result()
     assert len({row["summary"] for row in result}) > NUM_ROWS / 2, "equal summaries would prove nothing"
     assert {row["num_dropped_tokens"] > 0 for row in result} == {False, True}

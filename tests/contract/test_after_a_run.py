@@ -18,7 +18,6 @@ from tests.job.conftest import (
     CONFIG,
     TEXT,
     environment,
-    in_process,
     on,
     read_json,
     rows,
@@ -34,17 +33,17 @@ REPORT = {
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, kept_kernels, local_ray):
+def finished(tmp_path_factory, summarize_here):
     """A run of five rows, two of which are errors; nobody writes into its folder."""
     folder = tmp_path_factory.mktemp("finished")
     write_corpus(folder / "in" / "a.parquet", [TEXT * 3, None, TEXT * 9, " ", TEXT * 30], doc=[*"abcde"])
-    in_process("summarize.py", *arguments(folder)).exits(3)
+    summarize_here(*arguments(folder)).exits(3)
     return folder
 
 
 def arguments(folder, *more):
     """The command line of the run."""
-    return ["--config", CONFIG, *on(folder / "in", folder / "out", "input.id_column=doc"), *more]
+    return [*on(folder / "in", folder / "out", "input.id_column=doc"), *more]
 
 
 @pytest.fixture
@@ -58,7 +57,7 @@ def folder(finished, tmp_path):
 @pytest.fixture
 def again(call, folder):
     """Start the run once more, with other arguments behind its own."""
-    return lambda *more: call(*arguments(folder, *more))
+    return lambda *more: call("--config", CONFIG, *arguments(folder, *more))
 
 
 def stamps(folder):
@@ -100,20 +99,32 @@ def test_a_run_that_is_finished_with_errors_ends_the_same_when_it_is_started_aga
     assert not (folder / "out" / "_SUCCESS").exists()
 
 
-def test_a_retry_says_which_error_rows_it_leaves_out(call, plan, finished):
+def test_a_retry_says_which_error_rows_it_leaves_out(again, plan, finished):
     """A thousand null texts would be planned, read and refused again with every outage that is made good."""
     left_out = "not tried again: 2 error rows with `retryable` false"
     for flags, num_to_do, is_said in ((), 0, False), (["--retry-errors"], 0, True), (["--retry-errors=all"], 2, False):
-        ended = plan(*arguments(finished, *flags)).exits(0)
-        assert ended.stdout.startswith(f"{num_to_do} of 5 rows to do")
-        assert (left_out in ended.stdout) == is_said
-    assert call(*arguments(finished, "--retry-errors=some")).code == 2
+        said = plan("--config", CONFIG, *arguments(finished, *flags)).exits(0).stdout
+        assert said.startswith(f"{num_to_do} of 5 rows to do")
+        assert (left_out in said) == is_said
+    again("--retry-errors=some").exits(2)
+
+
+def test_a_retry_in_vain_leaves_what_is_done_and_counts_the_attempts(again, folder):
+    """Only a new part says that they were tried. A row that says 1 after the tenth retry hides what it has cost."""
+    before = stamps(folder)
+    for attempts in 2, 3:
+        again("--retry-errors=all").exits(3)
+        assert [row["attempts"] for row in rows(folder / "out" / "errors")] == [attempts] * 2
+    kept = {name: stamp for name, stamp in before.items() if "errors" not in name}
+    assert stamps(folder).items() >= kept.items()
+    assert sum("/parts/" in name for name in stamps(folder).keys() - before.keys()) == 2
 
 
 def test_a_retry_of_nothing_is_refused(call, plan, folder):
     """With a mistyped output folder it did every row again, for a night."""
+    nowhere = ["--config", CONFIG, *arguments(folder, "--output", folder / "nowhere")]
     for command, flag in (call, "--retry-errors"), (plan, "--retry-errors=all"):
-        assert "--retry-errors: " in command(*arguments(folder, flag, "--output", str(folder / "nowhere"))).line()
+        assert "--retry-errors: " in command(*nowhere, flag).line()
         assert not (folder / "nowhere").exists()
 
 
@@ -157,7 +168,8 @@ def test_a_run_whose_input_has_grown_says_how_to_do_what_is_new(again, plan, fol
     ended = again().exits(5)
     assert f"choose another output.path and input.except_done_in=['{folder / 'out'}']" in ended.stderr
     new = ["--output", folder / "new", "--set", f"input.except_done_in=['{folder / 'out'}']"]
-    assert "\n2 of 2 rows to do" in plan(*arguments(folder, *new)).exits(0).stdout, "the empty texts are still empty"
+    said = plan("--config", CONFIG, *arguments(folder, *new)).exits(0).stdout
+    assert "\n2 of 2 rows to do" in said, "the empty texts are still empty"
 
 
 def test_a_night_on_which_only_known_failures_are_left_is_a_good_one(again, folder):
@@ -233,6 +245,7 @@ def test_the_report_has_its_keys_and_its_sums(finished):
         assert report["acceptance"][name] == sum(row[name] for row in done)
     assert [(each["run_id"], each["exit_code"]) for each in report["starts"]] == [(report["starts"][0]["run_id"], 3)]
     assert report["wall_clock"]["seconds"] > 0
+    assert report["gold"] == {}, "nobody gave right answers"
 
 
 def test_a_report_can_be_made_again_and_is_the_same(folder):
@@ -250,37 +263,37 @@ def test_a_report_can_be_made_again_and_is_the_same(folder):
 @pytest.mark.parametrize("name", ["answers.jsonl", "answers.csv", "answers.parquet", "answers"])
 def test_an_export_has_each_answer_once(finished, tmp_path, monkeypatch, name):
     """As rows of files that other programs read, each column as far as the format has its type."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     to = tmp_path / name
     ended = specextend("export", finished / "out", "--to", to).exits(0)
     assert ended.stderr == ""
     assert ended.stdout == f"3 of 5 documents in {to}; 2 failed\n"
     wanted = rows(finished / "out" / "summaries")
-    if name == "answers.csv":
+    if to.suffix == ".csv":
         found = list(csv.DictReader(to.read_text(encoding="utf-8").splitlines(keepends=True)))
-        assert [row["quality_flags"] for row in found] == [json.dumps(row["quality_flags"]) for row in wanted]
-        names = ("doc_id", "summary", "finish_reason")
-        found, wanted = ([{column: row[column] for column in names} for row in each] for each in (found, wanted))
-    elif name == "answers.jsonl":
+        wanted = [{"doc_id": row["doc_id"], "quality_flags": json.dumps(row["quality_flags"])} for row in wanted]
+        found = [{column: row[column] for column in wanted[0]} for row in found]
+    elif to.suffix == ".jsonl":
         found = [json.loads(line) for line in to.read_text(encoding="utf-8").splitlines()]
         wanted = [row | {"started_at": row["started_at"].isoformat()} for row in wanted]
-    elif name == "answers.parquet":
+    elif to.suffix == ".parquet":
         found = pq.read_table(to).to_pylist()
     else:
-        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
         found = load_dataset(str(to), split="train").to_list()
     assert found == wanted
 
 
-def test_an_export_that_would_spoil_something_is_refused(finished, tmp_path):
+@pytest.mark.parametrize(
+    "to, said",
+    [
+        ("out/summaries", "is in the folder of the run; name a place outside"),
+        ("in", "is not empty; name another folder"),
+    ],
+)
+def test_an_export_that_would_spoil_something_is_refused(finished, to, said):
     """The folder of the run is its own, and files of two exports in one folder would be read as one data set."""
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "part-00000.parquet").touch()
-    refused = {
-        finished / "out" / "summaries": "is in the folder of the run; name a place outside",
-        tmp_path / "full": "is not empty; name another folder",
-    }
-    for to, said in refused.items():
-        assert specextend("export", finished / "out", "--to", to).line() == f"error: {to} {said}"
+    line = specextend("export", finished / "out", "--to", finished / to).line()
+    assert line == f"error: {finished / to} {said}"
 
 
 @pytest.mark.parametrize("command", [["report"], ["export", "--to", "x.jsonl"], ["status"]])
@@ -291,25 +304,11 @@ def test_a_folder_without_a_run_is_refused_in_one_line(command, tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["status", "report"])
-def test_a_stdout_that_takes_no_more_is_said_in_one_line(command, folder):
+def test_a_stdout_that_takes_no_more_is_said_in_one_line(finished):
     """`specextend status out > file` on a full disk: an empty file and exit 0 would look like an empty run."""
     with open("/dev/full", "w", encoding="utf-8") as full:
-        whole = [sys.executable, "-m", "specextend", command, folder / "out"]
+        whole = [sys.executable, "-m", "specextend", "status", finished / "out"]
         ended = subprocess.run(whole, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == 1
     [line] = ended.stderr.splitlines()
     assert line.startswith("error: stdout cannot be written: [Errno 28]")
-
-
-def test_lines_of_json_become_parquet(tmp_path):
-    """Of fields that some lines lack the others are null."""
-    lines = [{"body": "one", "n": 7}, {"body": "two", "n": 8, "reference": "2"}]
-    (tmp_path / "in.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines))
-    fields = ["--text-field", "body", "--id-field", "n"]
-    ended = specextend("prepare", "documents", tmp_path / "in.jsonl", *fields, "--output", tmp_path / "a").exits(0)
-    assert ended.stdout == f"2 documents in {tmp_path / 'a'}\n"
-    assert pq.read_table(tmp_path / "a").select(["id", "text", "reference"]).to_pylist() == [
-        {"id": "7", "text": "one", "reference": None},
-        {"id": "8", "text": "two", "reference": "2"},
-    ]

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend import RunConfig, Summarizer
-from tests.job.conftest import CONFIG, on, read_json, rows, summarize, write_corpus
+from tests.job.conftest import CONFIG, on, read_json, rows, write_corpus
 from tests.refused import refused
 
 SCHEMA = (
@@ -17,33 +17,61 @@ SCHEMA = (
 TYPES = {"kind": pa.string(), "closed": pa.bool_(), "pages": pa.list_(pa.int64())}
 
 
+TEXTS = {"a": "The committee met.", "b": "The committee met. " + "96 of 1,000 pages. " * 20, "c": None}
+
+
 @pytest.fixture(scope="module")
 def sections():
     names = ["output.path=unused", f"output.schema={SCHEMA}", "output.column=answer", "decoding.max_new_tokens=200"]
     return RunConfig.load(CONFIG, [*names, "input.id_column=doc_id"])
 
 
-def test_each_field_is_a_column_of_its_type(sections):
+@pytest.fixture(scope="module")
+def answered(sections):
+    """Answers to three texts, the last of which is null, and what they are with figures and confidence."""
+    table = pa.table({"text": [*TEXTS.values()], "doc_id": [*TEXTS]})
+    config = RunConfig.load(sections, ["output.figures=true", "output.confidence=true"])
+    return Summarizer(sections)(table), Summarizer(config)(table)
+
+
+def test_each_field_is_a_column_of_its_type(answered):
     """The text stays beside them; what was decoded is what the columns hold."""
-    result = Summarizer(sections)(pa.table({"text": ["The committee met.", None], "doc_id": ["a", "b"]}))
-    assert {name: result.schema.field(name).type for name in TYPES} == TYPES
-    done, failed = result.to_pylist()
-    assert json.loads(done["answer"]) == {name: done[name] for name in TYPES}
-    assert [failed[name] for name in TYPES] == [None] * 3
-    assert done["figures"] is None
+    for result in answered:
+        assert {name: result.schema.field(name).type for name in TYPES} == TYPES
+        *done, failed = result.to_pylist()
+        for row in done:
+            assert json.loads(row["answer"]) == {name: row[name] for name in TYPES}
+        assert [failed[name] for name in TYPES] == [None] * 3
 
 
-def test_numbers_of_an_answer_are_sought_in_the_document(sections):
+def test_numbers_of_an_answer_are_sought_in_the_document(answered):
     """Where a number stands is said, and that one stands nowhere; no row is held back for it."""
-    config = RunConfig.load(sections, ["output.figures=true"])
-    summarizer = Summarizer(config)
-    texts = ["The committee met.", "The committee met. " + "96 of 1,000 pages. " * 20]
-    for row in summarizer(pa.table({"text": texts, "doc_id": ["a", "b"]})).to_pylist():
-        text = texts["ab".index(row["doc_id"])]
+    plain, asked = answered
+    assert not any(plain["figures"].to_pylist())
+    for row in asked.to_pylist()[:2]:
+        text = TEXTS[row["doc_id"]]
         places = [(each["value"], text[slice(each["begin"], each["end"])][:2]) for each in row["figures"]]
         assert places == [(str(page), str(page) if str(page) in text else text[:2]) for page in row["pages"]]
         is_missing = any(str(page) not in text for page in row["pages"])
         assert ("figure_not_found" in row["quality_flags"]) == is_missing
+
+
+def test_confidence_is_a_column_only_where_it_is_asked_for(answered):
+    """It has a number for each field, and scores the labels that stand beside what is written."""
+    plain, asked = answered
+    assert "confidence" not in plain.column_names
+    assert asked["answer"] == plain["answer"]
+    assert plain["choices"].null_count == len(TEXTS)
+    *done, failed = asked.to_pylist()
+    assert failed["confidence"] is None
+    values = {"kind": ["audit", "budget"], "closed": ["true", "false"]}
+    for row in done:
+        assert [*row["confidence"]] == [*TYPES]
+        for name, confidence in row["confidence"].items():
+            assert confidence is None if row[name] == [] else confidence < 0
+        assert [each["value"] for each in row["choices"]] == [value for each in values.values() for value in each]
+        for field in values:
+            assert sum(exp(each["log_prob"]) for each in row["choices"] if each["field"] == field) == pytest.approx(1)
 
 
 def test_answers_to_the_parts_of_a_document_are_merged_by_rule(sections):
@@ -63,27 +91,6 @@ def test_answers_to_the_parts_of_a_document_are_merged_by_rule(sections):
     assert row["closed"] == parts[0]["closed"]
     assert row["pages"] == list(dict.fromkeys(pages))
     assert json.loads(row["answer"]) == {name: row[name] for name in TYPES}
-
-
-def test_confidence_is_a_column_only_where_it_is_asked_for(sections):
-    """It has a number for each field, and scores the labels that stand beside what is written."""
-    table = pa.table({"text": ["The committee met.", None], "doc_id": ["a", "b"]})
-    plain = Summarizer(sections)(table)
-    asked = Summarizer(RunConfig.load(sections, ["output.confidence=true"]))(table)
-    assert "confidence" not in plain.column_names
-    [done, failed] = asked.to_pylist()
-    assert failed["confidence"] is None
-    assert done["answer"] == plain["answer"][0].as_py()
-    assert [*done["confidence"]] == [*TYPES]
-    for name in TYPES:
-        is_said = done[name] != []
-        assert (done["confidence"][name] is not None) == is_said
-        assert not is_said or done["confidence"][name] < 0
-    assert plain["choices"][0].as_py() is None
-    values = {"kind": ["audit", "budget"], "closed": ["true", "false"]}
-    assert [each["value"] for each in done["choices"]] == [value for each in values.values() for value in each]
-    for field in values:
-        assert sum(exp(each["log_prob"]) for each in done["choices"] if each["field"] == field) == pytest.approx(1)
 
 
 def test_confidence_of_a_text_names_its_least_certain_sentence():
@@ -132,81 +139,30 @@ def test_what_keeps_a_question_from_being_asked_is_refused(override, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most, code", [(200, 0), (80, 3)])
-def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path, most, code):
+def test_a_run_writes_columns_and_its_report_counts_what_they_are_worth(tmp_path, summarize_here):
     texts = {"a": "The committee met. " * 20, "b": "It rained."}
     corpus = write_corpus(tmp_path / "a.parquet", [*texts.values()], doc=[*texts])
-    longer = "{2,4}" if code == 0 else "{90,99}"
-    said = f"{{type: string, pattern: '^[a-z]{longer}$'}}"
-    settings = [
-        f"output.schema={SCHEMA[:-1]}, said: {said}}}",
-        "output.sources=true",
-        "output.figures=true",
-        "output.confidence=true",
-        *ASKED,
-        "output.verify_below=1.0",
-        "output.column=answer",
-        "input.id_column=doc",
-        f"decoding.max_new_tokens={most}",
-    ]
-    summarize(*on(corpus, tmp_path / "out", *settings)).exits(code)
-    if code:
-        errors = rows(tmp_path / "out" / "errors")
-        assert {row["error_class"] for row in errors} == {"IncompleteAnswer"}
-        assert all(row["answer"].startswith('{"') for row in errors)
-        return
-    schema = pq.read_schema(tmp_path / "out" / "summaries" / "part-00000.parquet")
+    schema = f"output.schema={SCHEMA[:-1]}, said: {{type: string, pattern: '^[a-z]{{2,4}}$'}}}}"
+    own = ("output.column=answer", "input.id_column=doc", "decoding.max_new_tokens=200")
+    worth = ("output.sources=true", "output.figures=true", *ASKED, "output.verify_below=1.0")
+    summarize_here(*on(corpus, tmp_path / "out", schema, *own, *worth)).exits(0)
+    written = pq.read_schema(tmp_path / "out" / "summaries" / "part-00000.parquet")
     kinds = TYPES | {"said": pa.string()}
-    assert {name: schema.field(name).type for name in kinds} == kinds
-    num_missing = 0
-    for row in rows(tmp_path / "out" / "summaries"):
-        assert json.loads(row["answer"]) == {name: row[name] for name in kinds}
-        states = [(each["text"], each["found"]) for each in row["figures"]]
-        assert states == [(str(page), "no") for page in row["pages"]]
-        assert ("figure_not_found" in row["quality_flags"]) == bool(row["pages"])
-        num_missing += len(row["pages"])
-        assert all((value is None) == (row[name] == []) for name, value in row["confidence"].items())
-        [found] = row["evidence"]
-        assert (found["field"], found["value"]) == ("said", row["said"])
+    assert {name: written.field(name).type for name in kinds} == kinds
+    found = rows(tmp_path / "out" / "summaries")
+    for row in found:
+        [evidence] = row["evidence"]
         [verdict] = row["verdicts"]
-        assert (verdict["field"], verdict["sentence"]) == ("said", row["said"])
+        assert evidence["value"] == verdict["sentence"] == row["said"]
         assert "unsupported" in row["quality_flags"]
-        begin = found["begin"]
-        assert begin is None or texts[row["doc_id"]][begin : found["end"]].lower() == row["said"]
+        begin = evidence["begin"]
+        assert begin is None or texts[row["doc_id"]][begin : evidence["end"]].lower() == row["said"]
     report = read_json(tmp_path / "out" / "report.json")
     assert report["evidence"]["said"]["strings"] == 2
-    probabilities = [each["probability"] for row in rows(tmp_path / "out" / "summaries") for each in row["verdicts"]]
-    assert report["verdicts"] == {"sentences": 2, "asked": 2, "tenth_percentile": min(probabilities)}
-    assert report["figures"] == {"figures": num_missing, "rounded": 0, "derived": 0, "not_found": num_missing}
-
-
-@pytest.mark.slow
-def test_a_schema_of_values_alone_is_scored(tmp_path):
-    """Each value has its probability, and the likeliest is the answer, whatever the temperature is."""
-    corpus = write_corpus(tmp_path / "a.parquet", ["The committee met. " * 20, "It rained."], doc=["a", "b"])
-    settings = [
-        "output.schema={kind: audit | budget | other, closed: 'boolean?'}",
-        "output.column=answer",
-        "input.id_column=doc",
-        "decoding.temperature=1.5",
-        "decoding.max_new_tokens=80",
-    ]
-    summarize(*on(corpus, tmp_path / "out", *settings)).exits(0)
-    for row in rows(tmp_path / "out" / "summaries"):
-        answer = json.loads(row["answer"])
-        assert answer == {name: row[name] for name in ("kind", "closed")}
-        for field, values in {"kind": ["audit", "budget", "other"], "closed": ["true", "false", "null"]}.items():
-            log_probs = {each["value"]: each["log_prob"] for each in row["choices"] if each["field"] == field}
-            assert [*log_probs] == values
-            assert sum(map(exp, log_probs.values())) == pytest.approx(1)
-            best = max(log_probs, key=log_probs.__getitem__)
-            assert best == (row[field] if field == "kind" else json.dumps(row[field]))
-        assert row["num_spec_steps"] + row["num_plain_steps"] == 0
-    found = read_json(tmp_path / "out" / "report.json")["choices"]
-    assert found.keys() == {"kind", "closed"}
-    for values in found.values():
-        assert sum(of["documents"] for of in values.values()) == 2
-        assert all(0 < of["probability_sum"] <= of["documents"] for of in values.values())
+    least = min(row["verdicts"][0]["probability"] for row in found)
+    assert report["verdicts"] == {"sentences": 2, "asked": 2, "tenth_percentile": least}
+    missing = sum(len(row["pages"]) for row in found)
+    assert report["figures"] == {"figures": missing, "rounded": 0, "derived": 0, "not_found": missing}
 
 
 @pytest.mark.parametrize(
@@ -252,14 +208,3 @@ def test_a_limit_that_no_answer_can_keep_is_refused_before_a_model_is_loaded(cal
     assert "decoding.max_new_tokens is 6, and the shortest answer of output.schema takes about" in ended.line()
     scored = ["--set", "output.schema={kind: audit | budget}", "--set", "decoding.max_new_tokens=1"]
     plan(*given, *scored).exits(0)
-
-
-def test_a_schema_may_be_a_file_beside_its_configuration(tmp_path):
-    """Read once: what workers get, and what makes the run, is its content, in its order."""
-    schema = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "number"}}, "required": ["b"]}
-    (tmp_path / "fields.json").write_text(json.dumps(schema))
-    (tmp_path / "task.yaml").write_text("output:\n  schema: fields.json\n")
-    config = RunConfig.load([CONFIG, tmp_path / "task.yaml"], ["output.path=unused"])
-    (tmp_path / "fields.json").unlink()
-    assert list(json.loads(config.output.schema)["properties"]) == ["b", "a"]
-    assert RunConfig.load(config, ["output.column=x"]).output.schema == config.output.schema

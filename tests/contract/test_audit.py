@@ -9,24 +9,29 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.job.conftest import CONFIG, ROOT, TEXT, in_process, on, read_json, specextend, write_corpus
+from tests.job.conftest import ROOT, TEXT, on, read_json, specextend, write_corpus
 
 TARGET = ROOT / ".models" / "tiny-random" / "target"
 ALL = {"documents": 5, "equal": 5, "near_ties": 0, "different": 0, "failed": 0}
 
 
-def decoded(folder, *settings, flags=()):
-    """The output of a run of six rows, the third of which is an error, with a target of its own."""
-    shutil.copytree(TARGET, folder / "target", dirs_exist_ok=True)
-    texts = [TEXT * number for number in (3, 9, 0, 5, 30, 14)]
-    corpus = write_corpus(folder / "in" / "a.parquet", texts, doc=[*"abcdef"])
-    own = ("input.id_column=doc", f"target.model={folder / 'target'}", "job.max_error_fraction=0.5", *settings)
-    in_process("summarize.py", "--config", CONFIG, *on(corpus, folder / "out", *own), *flags).exits(0)
-    return folder / "out"
+@pytest.fixture(scope="module")
+def decoded(summarize_here):
+    """Run a corpus of six rows, the third of which is an error, with a target of its own; `run` returns the output."""
+
+    def run(folder, *settings):
+        shutil.copytree(TARGET, folder / "target", dirs_exist_ok=True)
+        texts = [TEXT * number for number in (3, 9, 0, 5, 30, 14)]
+        corpus = write_corpus(folder / "in" / "a.parquet", texts, doc=[*"abcdef"])
+        own = ("input.id_column=doc", f"target.model={folder / 'target'}", "job.max_error_fraction=0.5", *settings)
+        summarize_here(*on(corpus, folder / "out", *own)).exits(0)
+        return folder / "out"
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, kept_kernels, local_ray):
+def finished(tmp_path_factory, decoded):
     return decoded(tmp_path_factory.mktemp("finished"))
 
 
@@ -70,12 +75,10 @@ def test_a_machine_that_slows_down_meanwhile_does_not_favour_a_side(finished, mo
     assert slowing["median"] == pytest.approx(steady["median"], rel=0.03)
 
 
-def test_an_audit_of_no_rows_says_so(finished, tmp_path):
+def test_an_audit_of_no_rows_says_so(finished, decoded, tmp_path):
     """On most nights nothing is new."""
-    night = (*on(finished.parent / "in", tmp_path / "night", f"input.except_done_in=['{finished}']"), "--set")
-    own = ("input.id_column=doc", "--set", f"target.model={finished.parent / 'target'}")
-    in_process("summarize.py", "--config", CONFIG, *night, *own).exits(0)
-    assert "night has no rows to compare" in specextend("audit", tmp_path / "night").line()
+    night = decoded(tmp_path, f"input.except_done_in=['{finished}']")
+    assert f"{night} has no rows to compare" in specextend("audit", night).line()
 
 
 def test_a_sample_is_as_small_as_it_is_asked_for(finished):
@@ -88,7 +91,7 @@ def test_a_sample_is_as_small_as_it_is_asked_for(finished):
     "settings, outcome, code",
     [((), "different", 3), (("target.dtype=bfloat16", "attention.backend=sdpa"), "near tie", 0)],
 )
-def test_a_text_that_is_not_the_targets_own_is_found(settings, outcome, code, tmp_path, kept_kernels, local_ray):
+def test_a_text_that_is_not_the_targets_own_is_found(settings, outcome, code, tmp_path, decoded):
     """One that somebody changed stands for a fault in the verification; a token that nearly ties, for rounding."""
     output = decoded(tmp_path, *settings)
     shutil.rmtree(output / "_run" / "parts")  # what is left is read where the change is
@@ -147,7 +150,7 @@ SETTINGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=[*SETTINGS])
-def test_whatever_was_asked_for_agrees(tmp_path, kept_kernels, local_ray, settings):
+def test_whatever_was_asked_for_agrees(tmp_path, decoded, settings):
     """In bfloat16 texts may differ where two tokens nearly tie, which is no fault."""
     found = audited(decoded(tmp_path, *settings))
     assert found["equal"] + found["near_ties"] == 5

@@ -20,25 +20,22 @@ def test_a_file_of_requests_comes_back_as_a_file_of_responses(tmp_path, summariz
     (tmp_path / "in.jsonl").write_text("\n".join(request(name, *asked) for name, asked in texts.items()))
     prepared = specextend("prepare", "openai", tmp_path / "in.jsonl", "--output", tmp_path / "in.parquet").exits(0)
     settings = shlex.split(prepared.stdout.partition("give specextend run:")[2])
-    output = tmp_path / "out"
+    output, to = tmp_path / "out", tmp_path / "out.jsonl"
     summarize_here(*on(tmp_path / "in.parquet", output, "job.max_error_fraction=0.5"), *settings).exits(0)
-    exported = specextend("export", output, "--format", "openai", "--to", tmp_path / "out.jsonl").exits(0)
-    assert exported.stderr == ""
-    assert exported.stdout == f"3 of 3 documents in {tmp_path / 'out.jsonl'}, 1 of them as errors\n"
-    lines = (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
-    found = {each["custom_id"]: each for each in map(json.loads, lines)}
+    exported = specextend("export", output, "--format", "openai", "--to", to).exits(0)
+    assert (exported.stderr, exported.stdout) == ("", f"3 of 3 documents in {to}, 1 of them as errors\n")
+    found = {each["custom_id"]: each for each in map(json.loads, to.read_text(encoding="utf-8").splitlines())}
     assert set(found) == set(texts)
-    assert found["empty"]["response"] is None
-    assert found["empty"]["error"] == {"code": "EmptyText", "message": "the text is empty or white space"}
+    error = {"code": "EmptyText", "message": "the text is empty or white space"}
+    assert (found["empty"]["response"], found["empty"]["error"]) == (None, error)
     for row in rows(output / "summaries"):
         line = found[row["doc_id"]]
-        response = line["response"]
-        assert response["status_code"] == 200
-        assert line["error"] is None
-        [choice] = response["body"]["choices"]
+        assert (line["response"]["status_code"], line["error"]) == (200, None)
+        body = line["response"]["body"]
+        [choice] = body["choices"]
         assert choice["message"] == {"role": "assistant", "content": row["summary"]}
         assert choice["finish_reason"] == row["finish_reason"]
-        usage = response["body"]["usage"]
+        usage = body["usage"]
         assert usage["completion_tokens"] == row["num_output_tokens"] <= texts[row["doc_id"]][1]
         assert usage["prompt_tokens_details"]["cached_tokens"] == row["num_cached_tokens"]
         assert usage["total_tokens"] == row["num_prompt_tokens"] + row["num_output_tokens"]

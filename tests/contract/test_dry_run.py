@@ -8,7 +8,7 @@ from tests.job.conftest import CONFIG, on, read_json, write_corpus
 def test_a_dry_run_says_what_there_is_to_do_and_what_is_wrong_and_writes_nothing(plan, tmp_path):
     """Before a night on eight GPUs: rows, tokens, memory, as a table and as JSON; and no time that nobody measured."""
     texts = ["short", None, " ", "word " * 3000, "no room"]
-    corpus = write_corpus(tmp_path / "in" / "a.parquet", texts, limit=[None, None, None, None, 10**6])
+    corpus = write_corpus(tmp_path / "in" / "a.parquet", texts, limit=[7, None, None, None, 10**6])
     settings = ["input.id_column=null", "input.options_column=limit", "prompt.max_prompt_tokens=100"]
     arguments = ["--config", CONFIG, *on(corpus, tmp_path / "out", *settings)]
     ended = plan(*arguments, "--json", tmp_path / "plan.json").exits(0)
@@ -17,7 +17,7 @@ def test_a_dry_run_says_what_there_is_to_do_and_what_is_wrong_and_writes_nothing
         "rows": 5,
         "rows_to_do": 5,
         "rows_rejected": {"NullText": 1, "EmptyText": 1, "PromptTooLong": 1},
-        "output_tokens_at_most": 2 * 24,
+        "output_tokens_at_most": 7 + 24,
         "rows_over_length": 1,
         "length_policy": "middle",
         "forecast": None,
@@ -35,6 +35,20 @@ def test_a_dry_run_says_what_there_is_to_do_and_what_is_wrong_and_writes_nothing
     assert line in " ".join(ended.stdout.split())
     for line in "null text 1 error rows", "over the prompt limit 1 cut (middle)", "up to 512 2":
         assert line in lines
+
+
+@pytest.mark.parametrize("policy, least, most, least_written", [("parts", 4000, 7000, 100), ("middle", 200, 200, 24)])
+def test_an_over_long_document_counts_as_what_is_read_and_decoded_for_it(
+    plan, tmp_path, policy, least, most, least_written
+):
+    """Its parts, their summaries and the merge, or what is kept of it: deadlines follow from it."""
+    corpus = write_corpus(tmp_path / "in" / "a.parquet", ["word " * 2000])
+    settings = ["input.id_column=null", "prompt.max_prompt_tokens=200", f"prompt.length_policy={policy}"]
+    plan("--config", CONFIG, *on(corpus, tmp_path / "out", *settings), "--json", tmp_path / "plan.json").exits(0)
+    planned = read_json(tmp_path / "plan.json")
+    assert planned["rows_over_length"] == 1
+    assert least <= planned["prompt_tokens"] <= most
+    assert planned["output_tokens_at_most"] >= least_written
 
 
 def test_a_dry_run_says_which_files_it_does_not_read(plan, tmp_path):
@@ -58,6 +72,7 @@ def test_a_laptop_plans_for_machines_that_it_is_not(plan, tmp_path):
     "arguments, said",
     [
         (["--calibrate", "1"], "1 is not in the range x>=2"),
+        (["--calibrate", "4", "--set", "input.limit=1"], "needs 2 decodable documents, but got 1"),
         (["--by", "07:00"], "--by needs the time of a document: add --calibrate N"),
         (["--by", "7 in the morning"], "--by takes HH:MM or a time such as"),
         (["--by", "2020-01-01T07:00"], "--by 2020-01-01T07:00 is past: it is"),

@@ -17,8 +17,10 @@ from tests.job.conftest import (
     is_paused,
     read_json,
     rows,
+    sets,
     specextend,
     wait_for,
+    wait_for_pause,
 )
 
 FIRST_PART = ("after", "*/_run/parts/part-*", "1")
@@ -33,21 +35,30 @@ MOMENTS = {
 FAST, *SLOW = MOMENTS
 
 
+@pytest.fixture
+def resume(run, summarize_here, undisturbed):
+    """Start the run again: what was committed stays as it was, and nothing is done again."""
+
+    def resume():
+        kept = run.commits()
+        said = summarize_here(*sets(*run.settings())).exits(0).stderr
+        assert run.result() == undisturbed
+        assert run.commits().items() >= kept.items()
+        assert len(run.committed()) == len(set(run.committed())) == len(undisturbed)
+        assert not list(run.output.rglob(".*.tmp")), "nothing is left of what broke off"
+        return said
+
+    return resume
+
+
 @pytest.mark.parametrize("kind", [FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
-def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(run, summarize_here, undisturbed, kind):
+def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(run, resume, kind):
     """Half a file under its final name, or a row done twice, would show only in the morning."""
-    when, pattern, number = MOMENTS[kind]
-    end_of(run.start(DYING_DRIVER, "SIGKILL", when, pattern, number), -signal.SIGKILL)
-    output = run.output
-    kept = run.commits()
-    assert (output / "_run" / "lock").exists()
-    assert not (output / "_SUCCESS").exists()
-    summarize_here(*run.arguments()).exits(0)
-    assert run.result() == undisturbed
-    assert run.commits().items() >= kept.items(), "what was committed stays as it was"
-    assert len(run.committed()) == len(set(run.committed())) == len(undisturbed), "and is not done again"
-    assert not list(output.rglob(".*.tmp")), "nothing is left of what broke off"
-    first, second = read_json(output / "report.json")["starts"]
+    end_of(run.start(DYING_DRIVER, "SIGKILL", *MOMENTS[kind]), -signal.SIGKILL)
+    assert (run.output / "_run" / "lock").exists()
+    assert not (run.output / "_SUCCESS").exists()
+    assert "is held by" not in resume(), "its process is gone"
+    first, second = read_json(run.output / "report.json")["starts"]
     is_recorded = kind == "writes _SUCCESS"  # which comes last: the start's record says its end by then
     assert (first["end"] is not None) == is_recorded
     assert first["exit_code"] == (0 if is_recorded else None)
@@ -61,14 +72,13 @@ def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(run,
     "kind, moment",
     [("SIGTERM", "has written a part"), ("SIGINT", "has written a part"), ("SIGTERM", "writes summaries")],
 )
-def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(run, summarize_here, undisturbed, kind, moment):
+def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(run, resume, kind, moment):
     """Whoever preempts a machine sends SIGTERM first; 75 means that running it again goes on where it stopped.
 
     Summaries of a large corpus take minutes, and the report: longer than whoever preempts waits.
     """
     said = end_of(run.start(DYING_DRIVER, kind, *MOMENTS[moment]), 75)
     assert f"interrupted: {kind} received; finished work is on disk" in said
-    kept = run.commits()
     assert not [*run.temporary.iterdir()]
     assert not (run.output / "_run" / "lock").exists()
     assert not (run.output / "_SUCCESS").exists()
@@ -76,25 +86,21 @@ def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(run, summarize_
     said = f"stopped, run again to resume: {done} of 12 rows done, 0 failed, {12 - done} left"
     assert specextend("status", run.output).stdout.startswith(said)
     assert moment != "writes summaries" or done == 12
-    summarize_here(*run.arguments()).exits(0)
-    assert run.result() == undisturbed
-    assert run.commits().items() >= kept.items()
-    assert len(run.committed()) == len(undisturbed), "nothing is decoded again"
+    resume()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
-def test_a_run_whose_ray_loses_a_process_says_so_and_is_resumed(run, summarize_here, undisturbed, name):
+def test_a_run_whose_ray_loses_a_process_says_so_and_is_resumed(run, resume, name):
     """The system ends the largest process when memory is short; Ray took the driver along, and said nothing to do."""
     process = run.start(DYING_DRIVER, "SIGSTOP", *FIRST_PART, address="local")
-    wait_for(lambda: is_paused(process.pid), "pause")
+    wait_for_pause(process)
     [child] = [each for each in psutil.Process(process.pid).children(recursive=True) if each.name() == name]
     child.kill()
     process.send_signal(signal.SIGCONT)
     said = end_of(process, 75)
     assert f"interrupted: Ray's {name} has ended (-9); finished work is on disk, run again to resume" in said
-    summarize_here(*run.arguments()).exits(0)
-    assert run.result() == undisturbed
+    resume()
 
 
 @pytest.mark.slow
@@ -135,7 +141,7 @@ def test_of_two_runs_started_at_once_one_wins_and_the_other_says_so(run, undistu
 def test_answers_can_be_read_while_the_run_goes_on_each_once(run, undisturbed):
     """Also if whoever writes them is killed: the next one goes on, and ends when the run does."""
     process = run.start(DYING_DRIVER, "SIGSTOP", *FIRST_PART)
-    wait_for(lambda: is_paused(process.pid), "pause")
+    wait_for_pause(process)
     live = run.folder / "live"
     command = [sys.executable, "-m", "specextend", "export", run.output, "--follow", "--to", live]
     follow = partial(subprocess.Popen, command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True)

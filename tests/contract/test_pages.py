@@ -10,22 +10,20 @@ SCHEMA = "{said: {type: string, pattern: '^Budget$'}}"
 
 def test_a_run_names_the_pages_of_a_pdf_and_its_report_knows_the_file(summarize_here, tmp_path):
     """Without a key more. A document of a kind without pages has none."""
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a b.pdf").write_bytes(pages("Contents", "", "The committee met.", "Budget of the year."))
-    (tmp_path / "in" / "c.txt").write_text("Budget of the year.")
-    specextend("prepare", "documents", tmp_path / "in", "--output", tmp_path / "documents").exits(0)
+    pdf, documents, output = tmp_path / "in" / "a b.pdf", tmp_path / "documents", tmp_path / "out"
+    pdf.parent.mkdir()
+    pdf.write_bytes(pages("Contents", "", "The committee met.", "Budget of the year."))
+    (pdf.parent / "c.txt").write_text("Budget of the year.")
+    specextend("prepare", "documents", pdf.parent, "--output", documents).exits(0)
     settings = [f"output.schema={SCHEMA}", "output.column=answer", "output.sources=true", "decoding.max_new_tokens=60"]
     settings += ["input.id_column=null", "input.passthrough=[source_path]"]
-    summarize_here(*on(tmp_path / "documents", tmp_path / "out", *settings)).exits(0)
-    [of_pdf, of_text] = sorted(rows(tmp_path / "out" / "summaries"), key=lambda row: row["doc_id"])
-    text = pq.read_table(tmp_path / "documents").sort_by("id")["text"][0].as_py()
-    [evidence] = of_pdf["evidence"]
-    assert evidence["page"] == 4
-    assert text[evidence["begin"] : evidence["end"]] == "Budget"
-    assert [each["page"] for each in of_text["evidence"]] == [None]
-    report = read_json(tmp_path / "out" / "report.json")
-    files = {text["doc_id"]: text["pdf"] for text in report["texts"]["random"]}
-    assert files == {"a b.pdf": (tmp_path / "in" / "a b.pdf").as_uri(), "c.txt": None}
+    summarize_here(*on(documents, output, *settings)).exits(0)
+    evidence = {row["doc_id"]: row["evidence"][0] for row in rows(output / "summaries")}
+    assert {name: each["page"] for name, each in evidence.items()} == {"a b.pdf": 4, "c.txt": None}
+    text = pq.read_table(documents).sort_by("id")["text"][0].as_py()
+    assert text[evidence["a b.pdf"]["begin"] : evidence["a b.pdf"]["end"]] == "Budget"
+    files = {text["doc_id"]: text["pdf"] for text in read_json(output / "report.json")["texts"]["random"]}
+    assert files == {"a b.pdf": pdf.as_uri(), "c.txt": None}
 
 
 def test_a_plan_counts_pages_that_do_not_fit_their_text(plan, tmp_path):

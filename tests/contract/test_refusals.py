@@ -6,24 +6,28 @@ import platform
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from huggingface_hub import constants
 
+from tests.damage import damage
 from tests.job.conftest import (
     CONFIG,
     LONGEST_S,
     ROOT,
     command,
+    dying_command,
     end_of,
     environment,
     on,
     read_json,
+    sets,
     specextend,
     summarize,
     wait_for,
@@ -39,6 +43,8 @@ def corpus(tmp_path):
         doc=["a", "b"],
         same=["x", "x"],
         none=["x", None],
+        many=[["x"], None],
+        doc_year=[2026, 2026],
         meta=[{"land": "fr"}, None],
     )
 
@@ -62,8 +68,8 @@ def refused(call, given, tmp_path):
     return refused
 
 
-def sets(*settings):
-    return [part for each in settings for part in ("--set", each)]
+YEAR = "input.passthrough=[doc_year]"
+GOLD = "output.schema={kind: audit | budget}", "output.column=answer"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +109,18 @@ def sets(*settings):
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that is asked for"),
         ),
         (["target.device=cuda"], "unknown key target.device; known keys are model, adapter, dtype, quantize"),
+        (["output.rules={a b: summary = ''}"], "output.rules: name 'a b' with letters"),
+        (["output.rules={short: length(summary) <}"], "output.rules.short 'length(summary) <' cannot be used (syntax"),
+        (["output.rules={short: count(summary) > 1}"], "count() is not allowed"),
+        (["output.rules={short: 1 = 1}"], "names no column"),
+        (["output.rules={short: length(sumary) < 9}"], "output.rules.short: there is no column 'sumary'"),
+        (["output.rules={known: same = 'x'}"], "no column 'same' in the answers or input.passthrough"),
+        (["output.rules={early: started_at IS NULL}"], "no column 'started_at'"),
+        ([YEAR, "output.rules={odd: doc_year = 2026 AND summary > make_date(year(summary))}"], "not fit its columns"),
+        ([YEAR, "output.rules={odd: \"doc_year > 'x'::INT\"}"], "does not fit its columns"),
+        ([*GOLD, "input.gold={kid: same}"], "answers have no field 'kid'; did you mean kind?"),
+        ([*GOLD, "input.gold={kind: sam}"], "no column 'sam' (input.passthrough)"),
+        ([*GOLD, "input.gold={kind: many}"], "many is list<"),
     ],
 )
 def test_a_wrong_value_is_named(refused, settings, said):
@@ -119,19 +137,13 @@ def test_an_input_without_files_is_named(refused, tmp_path, path):
 
 
 @pytest.mark.parametrize("command", ["call", "plan"])
-def test_a_file_that_breaks_off_is_refused_before_anything_is_decoded(request, tmp_path, command):
+def test_a_file_that_breaks_off_is_refused_before_anything_is_decoded(request, given, corpus, tmp_path, command):
     """A good footer over damaged pages: found on reading the text, when the folder holds no run yet.
 
     So the file may be repaired, which makes it another one, and the same folder used.
     """
-    corpus = write_corpus(tmp_path / "in" / "a.parquet", [f"{row} " * 500 for row in range(12)])
-    chunk = pq.read_metadata(corpus).row_group(1).column(0)
-    begin = chunk.dictionary_page_offset or chunk.data_page_offset
-    damaged = bytearray(corpus.read_bytes())
-    damaged[begin : begin + chunk.total_compressed_size] = b"\xff" * chunk.total_compressed_size
-    corpus.write_bytes(damaged)
-    call = request.getfixturevalue(command)
-    line = call("--config", CONFIG, *on(corpus, tmp_path / "out", "input.id_column=null")).line()
+    damage(corpus, "pages")
+    line = request.getfixturevalue(command)(*given).line()
     assert line.startswith("error: a.parquet cannot be read as Parquet (")
     assert not (tmp_path / "out" / "_run" / "manifest.json").exists()
 
@@ -142,6 +154,20 @@ def test_an_output_that_cannot_be_written_is_refused(call, plan, given, tmp_path
     for do in (call, plan):
         line = do(*given, "--output", tmp_path / output).line()
         assert line.startswith(f"error: output.path {tmp_path / output}")
+
+
+@pytest.mark.parametrize(
+    "setting, said",
+    [
+        ("target.quantize=int4", "target.quantize int4 needs the extra `quantize`: pip install"),
+        ("quality.language=true", "quality.language needs the extra `language`"),
+    ],
+)
+def test_a_library_that_is_missing_is_said_before_a_model_is_read(refused, monkeypatch, setting, said):
+    """Else every worker would load its models, decode a document, and only then find out."""
+    for name in "py3langid", "torchao":
+        monkeypatch.setitem(sys.modules, name, None)
+    refused(said, "--set", setting)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
@@ -208,12 +234,6 @@ def test_what_only_the_submitters_machine_has_is_refused_inside_a_submitted_job(
     refused(said, *arguments)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--config", "a.yaml", "--statos"], ["--config"], ["--json", "x"]])
-def test_wrong_arguments_exit_with_2(call, arguments):
-    """As every other wrong thing that a user can say."""
-    call(*arguments).exits(2)
-
-
 def test_a_cache_that_cannot_hold_one_full_prompt_is_refused(refused, plan, given):
     """The longest documents would be error rows in the morning; with a lower limit they are cut as configured."""
     small = ("--set", "decoding.cache_gib=0.002")
@@ -225,23 +245,24 @@ def test_a_folder_that_another_driver_holds_is_refused(call, given, tmp_path):
     """Exit 4, and who holds it, once it has given a sign of life."""
     lock = tmp_path / "out" / "_run" / "lock"
     lock.parent.mkdir(parents=True)
-    holder = {"run_id": "feedbeef", "host": "another-host", "pid": 1, "heartbeat": time.time(), "pid_namespace": ""}
-    lock.write_text(json.dumps(holder))
     ended_already = threading.Event()
 
     def beat():
-        while not ended_already.wait(0.1):
-            own = lock.with_name("feedbeef")
-            own.write_text(json.dumps(holder | {"heartbeat": time.time()}))
-            own.replace(lock)
+        holder = {"run_id": "feedbeef", "host": "another-host", "pid": 1, "heartbeat": time.time()}
+        lock.with_name("feedbeef").write_text(json.dumps(holder))
+        lock.with_name("feedbeef").replace(lock)
 
-    other = threading.Thread(target=beat)
+    def beat_on():
+        while not ended_already.wait(0.1):
+            beat()
+
+    beat()
+    other = threading.Thread(target=beat_on)
     other.start()
     ended = call(*given)
     ended_already.set()
     other.join()
-    ended.exits(4)
-    assert "is held by run feedbeef (process 1 on another-host)" in ended.stderr
+    assert "is held by run feedbeef (process 1 on another-host)" in ended.exits(4).stderr
     assert read_json(lock)["run_id"] == "feedbeef"
 
 
@@ -297,7 +318,8 @@ def black_hole(port):
 
 def test_a_run_that_waits_for_a_store_can_be_told_to_stop(tmp_path, silent, start):
     """SIGTERM was not heard while the library waited: whoever preempts a machine had to kill."""
-    process = start("--input", black_hole(silent), "--output", tmp_path / "out")
+    briefly = partial(dying_command, "HANG", 1)  # a second, not twenty, until it ends by force
+    process = start("--input", black_hole(silent), "--output", tmp_path / "out", command=briefly)
     wait_for(lambda: connections(process.pid, silent), "call to the store")
     process.send_signal(signal.SIGTERM)
     assert "interrupted: SIGTERM received" in end_of(process, 75)

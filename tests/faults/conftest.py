@@ -12,6 +12,7 @@ from tests.cluster.conftest import Screen
 from tests.cluster.conftest import job as job  # as here: a fixture of this folder, too
 from tests.contract.conftest import Run
 from tests.contract.conftest import kept_kernels as kept_kernels
+from tests.contract.conftest import summarize_here as summarize_here
 from tests.contract.conftest import undisturbed as undisturbed
 from tests.faults.nodes import nodes as nodes
 from tests.job.conftest import CONFIG, kept_handlers
@@ -24,22 +25,16 @@ class RealJob(Run):
     screen: Screen = field(default_factory=Screen)
 
     def run(self, factory=load_engine, **job):
-        config = RunConfig.load(CONFIG, self.arguments(**job)[1::2])
+        config = RunConfig.load(CONFIG, self.settings(**job))
         return run_job(
             config, self.screen, Interrupt(600.0), report=lambda *arguments, **options: None, factory=factory
         )
 
 
 @pytest.fixture
-def real_job(tmp_path, kept_kernels, local_ray):
+def real_job(tmp_path, summarize_here):
     with kept_handlers():
         yield RealJob(tmp_path)
-
-
-def each(*kinds, fast=1):
-    """Parametrises `kind`: the first `fast` kinds are in every test run, the rest in the long one."""
-    slow = [pytest.param(kind, marks=pytest.mark.slow) for kind in kinds[fast:]]
-    return pytest.mark.parametrize("kind", [*kinds[:fast], *slow])
 
 
 def during(run, *actions, num_done=0):

@@ -196,9 +196,14 @@ def write_corpus(path, texts, **columns):
     return path
 
 
+def sets(*settings):
+    """Arguments that set keys: `sets("job.workers=2")`."""
+    return [part for each in settings for part in ("--set", each)]
+
+
 def on(corpus, output, *settings):
     """Arguments of a run over a corpus, with settings of its own."""
-    return ["--input", corpus, "--output", output, *(part for each in settings for part in ("--set", each))]
+    return ["--input", corpus, "--output", output, *sets(*settings)]
 
 
 def long_texts(num_documents=40):
