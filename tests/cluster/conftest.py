@@ -94,6 +94,7 @@ class Job:
         factory=FakeEngine,
         retry_errors="none",
         interrupt=None,
+        report=lambda *arguments, **options: None,
         **job,
     ):
         return run_job(
@@ -101,7 +102,7 @@ class Job:
             self.screen,
             interrupt or Interrupt(600.0),
             retry_errors=retry_errors,
-            report=lambda *arguments, **options: None,
+            report=report,
             factory=factory,
         )
 

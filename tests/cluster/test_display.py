@@ -1,7 +1,6 @@
-import contextlib
 import io
 import json
-import os
+import math
 import re
 import sys
 
@@ -69,42 +68,27 @@ def test_a_machine_gets_one_object_a_line_that_names_the_run():
     infinity are left out.
     """
     text = "a\nb\u2028c\x00\x1b[31m\ud800"
-    facts = {"document": text, "worker": None, "attempt": 2, "a": float("nan"), "b": float("inf")}
     stream = io.StringIO()
     display = open_display(stream, "json")
     display.note("reading")
     display.event("run_started", run="0badf00d")
-    display.note("d3 failed", "document_failed", **facts)
+    display.note("d3 failed", "document_failed", document=text, worker=None, attempt=2, a=math.nan, b=math.inf)
     display.close()
     first, _, second = map(json.loads, stream.getvalue().splitlines())
-    assert first == {"time": first["time"], "event": "note", "message": "reading"}
+    assert (first["event"], first["message"]) == ("note", "reading")
     assert second.pop("time").endswith("+00:00")
-    assert second == {
-        "run": "0badf00d",
-        "event": "document_failed",
-        "message": "d3 failed",
-        "document": text,
-        "attempt": 2,
-    }
-
-
-@contextlib.contextmanager
-def stream_to(place):
-    """A stream that cannot even be closed without an error."""
-    stream = open(place, "w", encoding="utf-8")  # noqa: SIM115  what closing says is no error of the test
-    yield stream
-    with contextlib.suppress(OSError):
-        stream.close()
+    facts = {"run": "0badf00d", "event": "document_failed", "message": "d3 failed", "document": text, "attempt": 2}
+    assert second == facts
 
 
 @pytest.mark.parametrize("log", ["text", "json"])
 def test_a_log_that_takes_no_more_lines_ends_no_run(log):
     """Stderr on a full disk: progress was the last thing that a run of three nights wrote."""
-    with stream_to("/dev/full") as full:
-        display = open_display(full, log)
-        for second in range(0, 3000, 30):
-            display.show(snapshot(), float(second))
-            display.note("a note " * 100)
-        display.close()
-        with pytest.raises(OSError, match="No space left"):
-            os.write(full.fileno(), b"a line")
+    full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115  what closing says is no error of the test
+    display = open_display(full, log)
+    for second in range(0, 3000, 30):
+        display.show(snapshot(), float(second))
+        display.note("a note " * 100)
+    display.close()
+    with pytest.raises(OSError, match="No space left"):
+        full.close()

@@ -15,9 +15,9 @@ from specextend.cluster.dry_run import (
     draw_sample,
     fit_rates,
 )
-from specextend.cluster.exits import Interrupt, RefusedError, RunError
+from specextend.cluster.exits import Interrupt, RunError
 from specextend.core import DocumentKey
-from tests.cluster.fakes import FakeEngine, NeverLoads
+from tests.cluster.fakes import NeverLoads
 from tests.cluster.lengths import estimates_of
 
 RATES = Rates(
@@ -67,34 +67,9 @@ def test_the_interval_holds_the_truth_of_nearly_all_draws(num_measured, least):
     assert held >= 200 * least
 
 
-def drawn(size, *lengths, seed=0):
-    estimates = documents(*(TokenEstimate(length, 10) for length in lengths))
-    return [estimates[key].num_prompt_tokens for key in draw_sample(estimates, size, seed)]
-
-
-def test_long_documents_are_represented_by_their_tokens_longest_first():
-    """Ten books among a thousand notes take half of the night; a plain draw would show none of them."""
-    books = sum(drawn(4, *[90] * 1000, *[9990] * 10, seed=seed).count(9990) for seed in range(50))
-    assert 60 < books < 140, "about half of 200"
-    assert drawn(5, *[100] * 20, 1_000_000) == [1_000_000, 100, 100, 100, 100], "one giant is drawn once"
-    assert drawn(9, 5, 0, 7) == [7, 5], "a refused document shows nothing"
-    assert drawn(8, *range(100, 1100), seed=7) == drawn(8, *range(100, 1100), seed=7) != drawn(8, *range(100, 1100))
-
-
-def calibrated(run, size, factory=FakeEngine, interrupt=None):
-    prepared = check_run(run.config())
-    estimates = documents(*(TokenEstimate(row + 1, 5) for row in range(prepared.source.num_rows)))
-    return calibrate(prepared, estimates, size, interrupt or Interrupt(600.0), lambda line: None, factory)
-
-
-def test_too_few_documents_are_refused(job):
-    """Before anything is loaded."""
-    with pytest.raises(RefusedError, match="needs 2 decodable documents, but got 1"):
-        calibrated(job(["one"]), 4, NeverLoads())
-
-
 @pytest.mark.slow
 def test_a_worker_that_fails_is_said_in_one_line(job):
     """A model that does not fit the GPU is found out here, not in the night."""
+    prepared = check_run(job(["one", "two"]).config())
     with pytest.raises(RunError, match=r"the worker of the calibration failed: .*the weights are gone"):
-        calibrated(job(["one", "two"]), 3, NeverLoads())
+        calibrate(prepared, documents(DOCUMENT, DOCUMENT), 3, Interrupt(600.0), lambda line: None, NeverLoads())

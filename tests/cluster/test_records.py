@@ -46,25 +46,6 @@ def write(output, path, content):
 
 
 HOLDER = asdict(LockHolder("feedbeef", "another-host", 1, 0.0))
-DAMAGED = {
-    "_run/lock": [b"", HOLDER | {"heartbeat": 10**400}],
-    "_run/attempts/0a.json": [b'{"run_id": "x', b"[" * 100_000],
-    "_SUCCESS": [{"rows": 5}],
-}
-
-
-@pytest.mark.parametrize(
-    "path, content", [(path, content) for path, contents in DAMAGED.items() for content in contents], ids=range(5)
-)
-def test_a_damaged_record_hides_nothing_else(output, path, content):
-    """A disk was full, or somebody edited it: the rows are counted all the same, without a traceback."""
-    fail(output, "NullText")
-    write(output, "_run/attempts/0b.json", {"run_id": "0b", "begin": "2025-01-01", "end": None, "exit_code": None})
-    write(output, path, content)
-    said = describe_status(read_status(output)).splitlines()
-    assert said[0] == "stopped, run again to resume: 0 of 5 rows done, 1 failed, 4 left"
-    assert "start 0b: 2025-01-01 to no end recorded" in said
-    assert any(line.startswith(f"warning: {path} cannot be read") for line in said)
 
 
 def test_no_record_can_write_a_line_of_its_own(output):

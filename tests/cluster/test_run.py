@@ -10,10 +10,8 @@ from specextend.cluster.exits import (
     EXIT_TOO_MANY_ERRORS,
     Interrupt,
     InterruptedRunError,
-    OtherRunError,
     RunError,
 )
-from specextend.cluster.lock import OutputLock
 from specextend.cluster.records import describe_status, read_status
 from specextend.models.causal_lm import load_causal_lm
 from specextend.models.pairing import pair_hashes
@@ -46,6 +44,7 @@ def test_a_document_that_cannot_be_done_becomes_an_error_row_and_its_worker_live
         "d8": ("NullText", "read", False),
     }
     assert run.errors()["d6"]["message"] == "this document cannot be done"
+    assert run.errors()["d7"]["message"].startswith("even alone and without a draft: ")
     assert run.errors()["d6"]["attempts"] <= 2, "in its batch and alone; another one would fail the same way"
     assert run.errors()["d8"]["attempts"] == 1
     assert len(set(run.column("worker"))) == 1
@@ -54,27 +53,6 @@ def test_a_document_that_cannot_be_done_becomes_an_error_row_and_its_worker_live
     assert not (run.output / "_SUCCESS").exists()
     [why] = [note for note in run.screen.notes if note.startswith("exit 3, ")]
     assert "job.max_error_fraction 0 allows 0 failed rows; see errors/" in why
-
-
-def test_a_run_that_waited_for_another_one_reads_the_folder_again(job, tmp_path):
-    """It had looked before it waited, and told its user to move the other run's good commits away."""
-    run = job(GOOD)
-    assert run.run() == 0
-    for name in ("report.json", "report.html"):
-        (run.output / name).write_text("{}")
-    shutil.move(run.output, tmp_path / "done")
-    other = OutputLock(location(run.output), "0000000a", host="elsewhere")
-    assert other.try_take()
-
-    def end(name, facts):
-        if not (run.output / "_SUCCESS").exists() and "is held by run 0000000a" in run.screen.notes[-1]:
-            shutil.copytree(tmp_path / "done", run.output, dirs_exist_ok=True)
-            other.release()
-
-    run.screen.on_event = end
-    run.sections = {"prompt": {"instruction": "Answer: {{ document }}"}}
-    with pytest.raises(OtherRunError, match="belongs to another run"):
-        run.run()
 
 
 def test_workers_for_which_the_machine_has_no_room_are_said(job):
@@ -129,3 +107,25 @@ def test_a_worker_whose_weights_are_not_the_runs_takes_no_document(job, monkeypa
         run.run(SwapsWeights(weights))
     [attempt] = (run.output / "_run" / "attempts").iterdir()
     assert sum(worker["ready"] is not None for worker in read_json(attempt)["workers"]) == 1
+
+
+SENTENCES = "".join(f"Rain fell on roof {number} all night. " for number in range(24))
+OTHERS = SENTENCES.replace("Rain", "Snow")
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_is_found_and_named_and_a_worker_that_dies_loses_none(job, tmp_path):
+    """Parts share a batch, so a failure there is everybody's; tried again one by one, it is one part's."""
+    killed = f"{SENTENCES} kill:{tmp_path / 'killed'} {OTHERS}"
+    texts = [f"{SENTENCES} raise {OTHERS}", killed, "short"]
+    run = job(texts, max_attempts=3)  # one for a neighbour's failure, one for its own death, and one that succeeds
+    run.sections = {
+        "prompt": {"length_policy": "parts", "max_prompt_tokens": 240},
+        "parts": {"instruction": "Shorten.", "merge_instruction": "Merge."},
+    }
+    assert run.run() == EXIT_TOO_MANY_ERRORS
+    [error] = run.errors().values()
+    assert (error["doc_id"], error["error_class"]) == ("d0", "ValueError")
+    assert error["message"].startswith("part ")
+    assert error["message"].endswith("this document cannot be done")
+    assert len(run.summaries()["d1"]["part_summaries"]) > 2

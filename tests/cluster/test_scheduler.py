@@ -1,7 +1,8 @@
 """The scheduler's decisions, without Ray: who gets what, who is charged, and who is let go."""
 
 from specextend.cluster.messages import Place
-from specextend.cluster.scheduler import ALONE_SHARE, IDLE_S, MAX_LOSSES, PAUSE_S, Scheduler
+from specextend.cluster.progress import MAX_GAP_S, AwakeClock
+from specextend.cluster.scheduler import ALONE_SHARE, IDLE_S, MAX_LOSSES, Scheduler
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
 from tests.cluster.lengths import rows_of_length
@@ -60,41 +61,6 @@ def test_near_the_end_nothing_waits_behind_a_full_batch():
     assert len(plan.assign(1)) == 2
 
 
-def test_a_worker_that_cannot_read_rests_while_others_go_on_and_does_not_hang():
-    """A node without the input's mount fails at once, so without that it would be leased every document."""
-    plan = scheduler([5] * 4, ["blind"])
-    for _, lease in plan.assign(0):
-        plan.unread(lease.lease_id, 0)
-    assert plan.assign(PAUSE_S - 1) == []
-    plan.join("seeing", Place("another host", "seat 1"), 1)
-    assert granted(plan.assign(1), "seeing") == [0, 1, 2]
-    [(worker, lease)] = plan.assign(PAUSE_S)
-    assert worker == "blind"
-    assert lease.attempt == 1
-    plan.unread(lease.lease_id, 45)
-    assert plan.stalled(45 + PAUSE_S) == ["seeing"]
-
-
-def test_a_document_goes_to_another_host_first_then_to_another_device_then_anywhere():
-    """What kills a worker may be its machine."""
-    spots = {"a": ("h", "GPU 0"), "b": ("h", "GPU 1"), "c": ("i", "GPU 0")}
-    plan = scheduler([5], job=JobOptions(max_attempts=9))
-    for worker, (host, device) in spots.items():
-        plan.join(worker, Place(host, device), 0)
-    was_at = []
-    for number in range(4):
-        [(worker, lease)] = plan.assign(number)
-        was_at.append(worker[0])
-        plan.report(worker, 1, {lease.lease_id: 1}, number)
-        plan.leave(worker, "WorkerDied", "gone")
-        plan.expect(1)
-        plan.join(worker + "+", Place(*spots[worker[0]]), number)
-        if number == 2:
-            assert plan.assign(number) == [], "another worker is being built, perhaps elsewhere"
-        plan.expect(0)
-    assert was_at[:3] == ["a", "c", "b"]
-
-
 def test_few_workers_are_kept_for_documents_that_run_alone():
     """A hundred charged documents must not stop the others: one worker in four."""
     plan = scheduler([100 - row for row in range(60)], "abcdefgh", leases_per_worker=2)
@@ -124,3 +90,17 @@ def test_idle_workers_are_let_go_while_the_last_documents_run():
     plan.leave("a", "WorkerDied", "gone")
     assert plan.given_up == []
     assert plan.num_wanted == 2, "one for the document that is tried again, elsewhere"
+
+
+def test_a_suspended_driver_holds_nobody_for_silent():
+    """A virtual machine that was moved: every worker looked as if it had hung for an hour, and was killed."""
+    seconds = [1000.0]
+    clock = AwakeClock(lambda: seconds[0])
+    plan = scheduler([5], "a")
+    plan.report("a", 1, {ids(plan.assign(clock()))[0]: 1}, clock())
+    seconds[0] += 3600.0
+    assert plan.stalled(clock()) == plan.overdue(clock()) == []
+    for _ in range(3):
+        seconds[0] += MAX_GAP_S
+        clock()
+    assert plan.stalled(clock()) == ["a"], "and yet it is looked after"

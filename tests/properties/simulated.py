@@ -1,6 +1,5 @@
 """Workers that live in a list: they start, decode, fail and die as chance will have it, on a clock of their own."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
@@ -72,8 +71,8 @@ class SimulatedPool:
     poison: frozenset = frozenset()
     sick: frozenset = frozenset()
     deadly: frozenset = frozenset()
-    deaths: Counter = field(default_factory=Counter)
-    """At each place, of what is sick or deadly."""
+    deaths: list = field(default_factory=list)
+    """Documents and places of workers that died of one of them."""
     workers: dict = field(default_factory=dict)
     most_leases: int = 0
     now: float = 0.0
@@ -137,7 +136,7 @@ class SimulatedPool:
             return [Polled(worker, WorkerReport(being.num_steps, dict.fromkeys(begun, 1)))]
         lease = being.leases[self.draw.choice(sorted(being.leases))]
         if being.place in self.sick or lease.key in self.deadly:
-            self.deaths[being.place] += 1
+            self.deaths.append((lease.key, being.place))
             begun = Polled(worker, WorkerReport(being.num_steps, {lease.lease_id: 1}))
             return [begun, *self._die(worker, being)]
         return [self._end(worker, being, lease)]

@@ -4,6 +4,7 @@ or away. Only time, the machines and the schedulers are made up.
 
 import random
 from dataclasses import dataclass, field
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
@@ -36,12 +37,21 @@ class World:
     now: float = 0.0
     away_until: float = 0.0
     longest_request_s: float = 0.0
+    is_garbled: bool = False
+    """The last answer was."""
 
-    def request(self):
-        """Ask the store for something."""
-        self.now += self.draw.uniform(0.0, self.longest_request_s)
-        if self.now < self.away_until:
-            raise OSError("no route to host")
+    def asking(self, call):
+        """The same call of a store that is slow or away, or for a moment answers nothing with status 200."""
+
+        def ask(*arguments):
+            self.now += self.draw.uniform(0.0, self.longest_request_s)
+            if self.now < self.away_until:
+                raise OSError("no route to host")
+            answer = call(*arguments)
+            self.is_garbled = not self.is_garbled and answer is not None and self.draw.random() < 0.05
+            return b"" if self.is_garbled else answer
+
+        return ask
 
 
 @dataclass
@@ -207,9 +217,9 @@ def play(seed, where, num_schedulers):
     def check(folder):
         night = Night(folder, random.Random(seed), where(folder), num_schedulers)
         with pytest.MonkeyPatch.context() as patch:
-            for module, name, call in ((lock, "read_bytes", read_bytes), (lock, "write_bytes", write_bytes)):
-                patch.setattr(module, name, asking(night.world, call))
-            patch.setattr(parquet, "write_bytes", asking(night.world, write_bytes))
+            patch.setattr(lock, "read_bytes", night.world.asking(read_bytes))
+            for module in lock, parquet:
+                patch.setattr(module, "write_bytes", night.world.asking(write_bytes))
             night.pass_by()
         total = sum(SIZES)
         assert read_success(night.output) == Counts(total, total, 0), "whoever should try again did, and it was enough"
@@ -220,14 +230,6 @@ def play(seed, where, num_schedulers):
 
     in_a_folder(check)
     return codes
-
-
-def asking(world, call):
-    def ask(*arguments):
-        world.request()
-        return call(*arguments)
-
-    return ask
 
 
 @pytest.mark.parametrize("where", [local, object_store])
@@ -247,4 +249,4 @@ def test_of_two_schedulers_one_sees_the_run_to_its_end_whatever_the_other_is_tol
     """Exit 4 is a promise: somebody lives who goes on, or who is started again."""
     codes = play(seed, where, 2)
     assert EXIT_DONE in [each[-1] for each in codes]
-    assert all(code in (EXIT_DONE, EXIT_FAILED, EXIT_LOCKED, KILLED) for each in codes for code in each)
+    assert {*chain.from_iterable(codes)} <= {EXIT_DONE, EXIT_LOCKED, *RETRIED}
