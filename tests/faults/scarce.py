@@ -1,5 +1,7 @@
 """The real engine on a machine that fails on purpose: too little memory for a forward, a dead device, a hang."""
 
+import os
+import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,22 +63,12 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Scarce:
-    """Makes engines of little memory."""
-
-    memory: Memory
-
-    def __call__(self, config):
-        engine = load_engine(config)
-        before_forwards(engine, self.memory.allow)
-        return engine
-
-
-@dataclass(frozen=True)
 class Breaks:
-    """Makes engines whose device dies, or hangs, in a step of several sequences: once, leaving a file behind."""
+    """Makes engines whose device dies or hangs, or whose process is killed, while several sequences decode: once,
+    leaving a file behind.
+    """
 
-    how: Literal["device", "hang"]
+    how: Literal["device", "hang", "kill"]
     marker: Path
 
     def __call__(self, config):
@@ -91,4 +83,6 @@ class Breaks:
         self.marker.touch()
         if self.how == "hang":
             threading.Event().wait()
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")

@@ -3,15 +3,25 @@
 import gc
 import os
 import subprocess
+from dataclasses import replace
 
 import pytest
 import ray
 
 from specextend.cluster.exits import EXIT_DONE, OutputError, RefusedError
+from tests.cluster.fakes import FakeEngine
 from tests.contract.conftest import commits
-from tests.faults.conftest import during, each
-from tests.faults.engines import WordyEngine
+from tests.faults.conftest import during
 from tests.job.conftest import wait_for
+
+
+class WordyEngine(FakeEngine):
+    """Its summaries are a MiB and more."""
+
+    def completion(self, running):
+        completion = running.completion()
+        return replace(completion, text=completion.text + "." * (1 << 20))
+
 
 TEXTS = [f"text number {number} " * 5 for number in range(30)]
 
@@ -70,7 +80,8 @@ class ReadOnly:
         mount("-o", "remount,rw", str(folder))
 
 
-@each(Full, ReadOnly, fast=0)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Full, ReadOnly])
 def test_a_disk_that_takes_no_more_files_ends_the_run_in_one_line_and_a_resume_completes_it(job, disk, kind):
     """Half a part must not pass for a whole one, and what was committed before must not be done again."""
     fault = kind()
@@ -90,7 +101,7 @@ def test_a_disk_that_takes_no_more_files_ends_the_run_in_one_line_and_a_resume_c
     assert not list(run.output.rglob(".*.tmp")), "nor is anything left of what broke off"
 
 
-@each(Full, ReadOnly, fast=2)
+@pytest.mark.parametrize("kind", [Full, ReadOnly])
 def test_a_disk_that_takes_no_files_from_the_start_is_said_before_any_model_is_loaded(job, disk, kind):
     """Not after ten minutes of loading one."""
     fault = kind()

@@ -13,7 +13,6 @@ from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_TOO_MANY_ERROR
 from tests.cluster.fakes import FakeEngine
 from tests.faults.conftest import during
 from tests.faults.nodes import CPUS
-from tests.faults.scarce import Breaks
 
 GOOD = [f"text number {number} " * (number + 1) for number in range(4)]
 
@@ -24,28 +23,16 @@ def never_ready(config):
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_is_killed_and_its_documents_are_done_by_another(real_job, undisturbed, tmp_path):
-    """A kernel that never returns, in the middle of a batch: the outputs are what they would have been."""
-    assert real_job.run(Breaks("hang", tmp_path / "hung"), stall_s=12, max_attempts=5) == EXIT_DONE
-    assert real_job.result() == undisturbed
-    assert any("is killed: no step for 12 s" in note for note in real_job.screen.notes)
-    assert {facts["reason"] for facts in real_job.screen.told("worker_killed")} == {"no step for 12 s"}
-    assert max(real_job.column("attempts")) >= 2
-
-
-@pytest.mark.slow
 def test_a_document_past_its_deadline_is_dropped_and_its_neighbours_go_on(job):
     """On the same worker, between two steps."""
     run = job([*GOOD, "crawl"], max_attempts=2, document_deadline_s=8.0)
     assert run.run() == EXIT_TOO_MANY_ERRORS
     [late] = run.errors().values()
-    assert late["doc_id"] == "d4"
-    assert late["error_class"] == "DeadlineExceeded"
-    assert late["attempts"] == 2
+    assert (late["doc_id"], late["error_class"], late["attempts"]) == ("d4", "DeadlineExceeded", 2)
     assert [facts["document"] for facts in run.screen.told("document_cancelled")] == ["d4"] * 2
     assert set(run.summaries()) == {f"d{row}" for row in range(4)}
     assert len(set(run.column("worker"))) == 1
-    assert not any("died" in note or "killed" in note for note in run.screen.notes)
+    assert not run.screen.told("worker_died") + run.screen.told("worker_killed")
 
 
 @dataclass(frozen=True)

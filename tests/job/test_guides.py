@@ -8,7 +8,7 @@ import click
 import pytest
 
 from specextend.cli.main import specextend
-from specextend.cli.run import DEMO_SETTINGS, Arguments
+from specextend.cli.run import Arguments
 from specextend.config import RunConfig
 from specextend.folders import shipped_configs
 from tests.job.conftest import ROOT
@@ -75,17 +75,6 @@ def test_the_paragraphs_of_a_page_are_short(page):
     """Nobody reads two hundred words in a row, not even to find the one that they need."""
     pieces = re.split(r"\n\s*\n|\n *(?:[-*]|\d+\.) |\|", prose(page))
     assert [piece for piece in pieces if len(piece.split()) > LONGEST] == []
-
-
-def test_the_demo_names_its_own_columns():
-    """The configuration that it uses is everybody's, and knows no column but `text`."""
-    config = RunConfig.load("smollm2", DEMO_SETTINGS)
-    assert config.input.id_column == "doc_id"
-    assert config.input.passthrough == ("title", "reference_summary", "length_bucket")
-    plain = RunConfig.load("smollm2")
-    assert plain.input.id_column is None
-    assert plain.input.passthrough == ()
-    assert plain.job.cpus_per_worker == "auto"
 
 
 def test_a_pipeline_has_a_cpu_left_to_read_with():
