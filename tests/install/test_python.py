@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -47,24 +48,24 @@ def test_help_shows_the_public_names():
 def test_a_run_is_a_call(corpus, tmp_path, local_ray, monkeypatch):
     """With the counts, the paths and the report as values; handlers and streams stay the caller's."""
     monkeypatch.chdir(tmp_path)
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    streams = sys.stdout, sys.stderr
+
+    def of_the_caller():
+        return [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), sys.stdout, sys.stderr]
+
+    before = of_the_caller()
     values = {"input.id_column": "id", "decoding.max_new_tokens": 4}
     result = specextend.run(str(CONFIG), input=corpus, output="out", settings=values, progress=False)
     assert isinstance(result, RunResult)
-    assert result.exit_code == 3, "a row failed"
-    assert result.output == str(tmp_path / "out")
+    assert (result.exit_code, result.output) == (3, str(tmp_path / "out")), "a row failed"
     assert result.rows == {"input": 3, "done": 2, "errors": 1, "pending": 0}
     assert repr(result) == f"RunResult(exit_code=3, output={result.output!r})", "what a notebook shows, no whole report"
-    assert [row["doc_id"] for row in rows(Path(result.summaries))] == ["a", "c"]
-    assert [row["doc_id"] for row in rows(Path(result.errors))] == ["b"]
+    for folder, names in (result.summaries, ["a", "c"]), (result.errors, ["b"]):
+        assert [row["doc_id"] for row in rows(Path(folder))] == names
     assert result.report["errors"][0]["error_class"] == "NullText"
     assert Path(result.page).read_text().startswith("<!doctype html>")
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert (sys.stdout, sys.stderr) == streams
+    assert of_the_caller() == before
     again = specextend.run(str(CONFIG), input=corpus, output="out", settings=values | {"job.max_error_fraction": 0.5})
-    assert again.exit_code == 0
-    assert again.rows == result.rows
+    assert (again.exit_code, again.rows) == (0, result.rows)
 
 
 def test_a_run_in_a_thread_can_be_cancelled(tmp_path, local_ray):
@@ -72,28 +73,30 @@ def test_a_run_in_a_thread_can_be_cancelled(tmp_path, local_ray):
     corpus = write_corpus(tmp_path / "in" / "a.parquet", long_texts(20), doc_id=[*map(str, range(20))])
     overrides = [f"input.path={corpus}", f"output.path={tmp_path / 'out'}", f"job.commit_every_s={AT_ONCE_S}"]
     values = RunConfig.load(CONFIG, overrides).model_dump(mode="json")
-    cancel, results = threading.Event(), list[RunResult]()
-    thread = threading.Thread(target=lambda: results.append(specextend.run(values, cancel=cancel, progress=False)))
-    thread.start()
-    wait_for(lambda: parts(tmp_path / "out"), "commit")
-    with pytest.raises(ValueError, match=r"specextend.run is active in another thread"):
-        specextend.run(values, progress=False)
-    cancel.set()
-    thread.join(LONGEST_S)
-    [result] = results
+    cancel = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(specextend.run, values, cancel=cancel, progress=False)
+        wait_for(lambda: parts(tmp_path / "out"), "commit")
+        with pytest.raises(ValueError, match=r"specextend.run is active in another thread"):
+            specextend.run(values, progress=False)
+        cancel.set()
+        result = running.result(LONGEST_S)
     assert result.exit_code == 75
-    assert result.rows["done"] > 0
-    assert result.rows["pending"] > 0
+    assert min(result.rows["done"], result.rows["pending"]) > 0
 
 
-def test_what_the_command_refuses_is_raised(corpus, tmp_path):
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"settings": {"tree.nods": 3}}, "did you mean nodes"),
+        ({"settings": {"input.text_column": "body"}}, "no column 'body'"),
+        ({"redo_as": "large"}, "--redo-as needs --redo"),
+    ],
+)
+def test_what_the_command_refuses_is_raised(corpus, tmp_path, options, said):
     """In the same words."""
-    with pytest.raises(ValueError, match="did you mean nodes"):
-        specextend.run("tiny-random", settings={"tree.nods": 3})
-    with pytest.raises(ValueError, match="no column 'body'"):
-        specextend.run("tiny-random", input=corpus, output=tmp_path / "out", settings={"input.text_column": "body"})
-    with pytest.raises(ValueError, match="--redo-as needs --redo"):
-        specextend.run("tiny-random", input=corpus, output=tmp_path / "out", redo_as="large")
+    with pytest.raises(ValueError, match=said):
+        specextend.run("tiny-random", input=corpus, output=tmp_path / "out", **options)
 
 
 def script(folder, code):

@@ -21,19 +21,16 @@ def test_a_calibration_measures_the_time(local_ray, corpus, tmp_path):
     """The real engine over real documents, and what the night would cost."""
     settings = ["input.id_column=null", "report.price_per_worker_hour=36", "job.workers=2"]
     arguments = ["--config", CONFIG, *on(corpus, tmp_path / "out", *settings), "--calibrate", "3"]
-    ended = specextend("plan", *arguments, "--json", tmp_path / "plan.json").exits(0)
+    said = specextend("plan", *arguments, "--json", tmp_path / "plan.json").exits(0).stdout
     assert not (tmp_path / "out").exists(), "a dry run writes nothing there"
-    tables = [line for line in ended.stdout.splitlines() if line.startswith("  ")]
-    assert max(map(len, tables)) <= 80, "a terminal of 80 columns shows the tables as they are"
+    assert max(len(line) for line in said.splitlines() if line.startswith("  ")) <= 80, "on a terminal tables are whole"
+    assert "time: by a calibration of 3 documents on" in said
     plan = read_json(tmp_path / "plan.json")
-    forecast = plan["forecast"]
-    rates = plan["rates"]
-    assert (forecast["documents"], forecast["workers"]) == (5, 2)
+    forecast, rates = plan["forecast"], plan["rates"]
+    assert (forecast["documents"], forecast["workers"], rates["num_documents"]) == (5, 2, 3)
     assert 0 < forecast["seconds_low"] < forecast["seconds"] < forecast["seconds_high"]
-    assert rates["num_documents"] == 3
     assert rates["device"] in forecast["basis"]
     assert plan["cost"]["cost"] == pytest.approx(36 * 2 * forecast["seconds"] / 3600)
-    assert "time: by a calibration of 3 documents on" in ended.stdout
 
 
 def foreseen(corpus, tmp_path, by_s=3600.0):

@@ -160,28 +160,16 @@ def test_a_night_that_is_killed_and_then_stopped_ends_with_every_row_once(cluste
 
 
 def test_a_submission_shows_the_log_and_ends_with_the_jobs_own_code(cluster, tmp_path):
-    """A pipeline must tell "look at errors/" (3) from "run again" (75); Ray's CLI says 1 for both.
-
-    What a text is worth comes with it, from Parquet to Parquet: its figures, a rule, right answers.
-    """
-    corpus = write_corpus(tmp_path / "in.parquet", ["The committee met at 9 o'clock.", None], known=["Rain.", None])
-    worth = ("output.figures=true", "output.confidence=true", "output.rules={short: 'length(summary) < 2'}")
-    own = ("input.id_column=null", "input.gold={summary: known}", *worth)
-    arguments = [*TINY, *on(corpus, tmp_path / "out", *own)]
-    ended = cluster.run("scripts/submit.sh", *arguments).exits(3)
-    for said in ("2 of 2 rows to do", "2 rows: 1 done, 1 failed", "rows done", "in.parquet:0"):
-        assert said in ended.stdout
-    assert not any("\x1b" in line for line in ended.stdout.splitlines() if "rows" in line), "progress in plain lines"
+    """A pipeline must tell "look at errors/" (3) from "run again" (75); Ray's CLI says 1 for both."""
+    corpus = write_corpus(tmp_path / "in.parquet", ["The committee met at 9 o'clock.", None])
+    arguments = [*TINY, *on(corpus, tmp_path / "out", "input.id_column=null")]
+    said = cluster.run("scripts/submit.sh", *arguments).exits(3).stdout
+    for line in ("2 of 2 rows to do", "2 rows: 1 done, 1 failed", "rows done", "in.parquet:0"):
+        assert line in said
+    assert not any("\x1b" in line for line in said.splitlines() if "rows" in line), "progress in plain lines"
     cluster.run("scripts/submit.sh", *arguments, "--set", "job.max_error_fraction=0.5").exits(0)
     jobs = sorted(cluster.job(), key=lambda job: job["start_time"])
     assert [job["driver_exit_code"] for job in jobs[-2:]] == [3, 0]
-    [row] = rows(tmp_path / "out" / "summaries")
-    assert "rule:short" in row["quality_flags"]
-    assert row["confidence"]["whole"] < 0
-    assert row["known"] == "Rain."
-    is_missing = any(each["found"] == "no" for each in row["figures"] or ())
-    assert ("figure_not_found" in row["quality_flags"]) == is_missing
-    assert read_json(tmp_path / "out" / "report.json")["gold"]["summary"]["rows"] == 1
 
 
 def test_the_default_pair_is_submitted_by_a_line_that_names_input_and_output(cluster, tmp_path):
