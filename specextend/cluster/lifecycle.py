@@ -310,8 +310,10 @@ class _LockedRun:
             tried = tried_before(self.checked.output, progress)
         config = settle_batch_size(self.checked.config, self.checked.facts, plan)
         self._plan_memory(config, plan)
+        address = os.environ.get("RAY_ADDRESS", "auto")
+        is_local = address == "local"
         self.display.note(
-            f"connecting to Ray (RAY_ADDRESS={os.environ.get('RAY_ADDRESS', 'auto')})"
+            "starting Ray on this machine" if is_local else f"connecting to Ray at {address}"
         )
         with self.ray as early:
             config = settle_cores(config)

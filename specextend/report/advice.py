@@ -299,10 +299,10 @@ def loading(report: Report) -> Finding | None:
     share = (report["wall_clock"]["shares"] or {}).get("loading", 0.0)
     if share < 0.1:
         return None
-    fewer = "" if look_up(report, "run.job.workers") == 1 else " or fewer workers"
+    fewer = "" if look_up(report, "run.job.workers") == 1 else ", or take fewer workers"
     says = (
-        f"{share:.0%} of the paid time went into loading models: give a start more "
-        f"documents{fewer}."
+        f"Loading models took {share:.0%} of the paid time: process more documents in each start"
+        f"{fewer}."
     )
     return Finding(says, share, "The workers' time", {"loading_share": share})
 

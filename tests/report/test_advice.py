@@ -122,8 +122,12 @@ CASES = [
         "so only a draft for longer",
     ),
     ("idle_tail", changed(tail=TAIL), "2 of 8 workers stood idle for 40 min 00 s at the end"),
-    ("loading", changed(wall_clock__shares={"loading": 0.3}), "30% .* more documents or fewer workers"),
-    ("loading", changed(wall_clock__shares={"loading": 0.3}, run__job__workers=1), r"give a start more documents\.$"),
+    (
+        "loading",
+        changed(wall_clock__shares={"loading": 0.3}),
+        "30% .* more documents in each start, or take fewer workers",
+    ),
+    ("loading", changed(wall_clock__shares={"loading": 0.3}, run__job__workers=1), r"more documents in each start\.$"),
 ]
 BELOW = [
     changed(),
