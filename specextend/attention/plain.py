@@ -8,7 +8,7 @@ More shapes: `P` compared queries.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -96,13 +96,14 @@ def what_is_wrong(
     compared = compared.to(q.device)
     mask = span.mask
     if span.causal:
-        own = causal_mask(num_queries, num_queries).to(q.device)
+        num_keys = num_queries if span.window is None else max(span.lengths)
+        own = causal_mask(num_queries, num_keys, span.window).to(q.device)
         mask = own.expand(len(q), -1, -1)
     seen = KeySpan(span.starts, span.lengths, None if mask is None else mask[:, compared])
     exact, exact_lse = attend_reference(q[:, compared].float(), k, v, seen, scale)
     for _ in range(2):
         # each time a new span: a kernel keeps what it makes of one
-        fresh = KeySpan(span.starts, span.lengths, span.mask, span.causal)
+        fresh = replace(span, made={})
         out, lse = attend(q, k, v, fresh, scale)
         if wrong := what_differs("out", out[:, compared], exact):
             return wrong
