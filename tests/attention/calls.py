@@ -1,13 +1,10 @@
 """Calls of attention kernels: tensors, sequences in a cache, masks, and products of tiles."""
 
-import math
-
 import numpy as np
 import torch
 
-from specextend.attention.plain import attend_reference, pack_mask
+from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
-from specextend.decoding.tree import tree_mask
 
 
 def assert_near(found, expected, tolerance):
@@ -16,23 +13,12 @@ def assert_near(found, expected, tolerance):
 
 
 def assert_is_the_reference(
-    kernel,
-    lengths,
-    num_queries,
-    heads,
-    head_dim,
-    dtype,
-    tolerance,
-    *,
-    num_masked=0,
-    causal=False,
-    window=None,
-    device="cpu",
+    kernel, lengths, num_queries, heads, head_dim, dtype, tolerance, *, num_masked=0, causal=False, window=None
 ):
     """Assert that a kernel gives what the reference does: for all rows, under a mask of the last ones, or causally."""
     starts, num_rows = regions(lengths)
-    call = [each.to(device) for each in tensors(len(lengths), num_queries, heads, num_rows, head_dim, dtype)]
-    mask = random_mask(len(lengths), num_queries, num_masked).to(device) if num_masked else None
+    call = tensors(len(lengths), num_queries, heads, num_rows, head_dim, dtype)
+    mask = random_mask(len(lengths), num_queries, num_masked) if num_masked else None
     found, expected = (
         attend(*call, KeySpan(starts, lengths, mask, causal, window=window), 0.125)
         for attend in (kernel, attend_reference)
@@ -61,36 +47,6 @@ def random_mask(batch, num_queries, num_masked):
     own = torch.arange(num_queries)
     mask[:, own, num_masked - num_queries + own] = True
     return mask
-
-
-def random_trees(batch, num_nodes):
-    """The masks [B, N, N] of trees whose nodes have any earlier node as parent."""
-    generator = torch.Generator().manual_seed(num_nodes)
-    drawn = torch.rand(batch, num_nodes, generator=generator)
-    return tree_mask((drawn * torch.arange(num_nodes)).long() - (torch.arange(num_nodes) == 0).long(), num_nodes)
-
-
-def tree_call(head_dim, heads, num_queries, prefixes, kind, dtype):
-    """The arguments of `attend_tree` but the number of splits: sequences in a cache that is NaN everywhere else.
-
-    `kind` is `tree`; `level` and `last level`, whose queries are the last of more masked rows than some sequences have,
-    with bits of rows that do not exist; or `none`, without a mask, so that an empty prefix is an empty sequence.
-    """
-    batch = len(prefixes)
-    num_key_heads = heads[1]
-    num_masked = {"tree": num_queries, "level": num_queries + 40, "last level": 450, "none": 0}[kind]
-    mask = random_trees(batch, num_queries) if kind == "tree" else random_mask(batch, num_queries, 512)
-    lengths = prefixes if kind == "none" else [prefix + num_queries for prefix in prefixes]
-    starts, num_rows = regions(lengths)
-    q, k, v = tensors(batch, num_queries, heads, num_rows, head_dim, dtype)
-    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # as a model's projection leaves it
-    cache = torch.full((2, num_key_heads + 1, num_rows, head_dim), math.nan, dtype=dtype)
-    for start, length in zip(starts, lengths, strict=True):
-        own = slice(start, start + length)
-        cache[:, :num_key_heads, own] = torch.stack([k, v])[:, :, own]
-    keys, values = cache[:, :num_key_heads]
-    visible = pack_mask(mask[..., 512 - num_masked :] if "level" in kind else mask)
-    return q, keys, values, torch.tensor(starts), torch.tensor(lengths), visible, num_masked, head_dim**-0.5
 
 
 def attend_tree_slowly(q, k, v, starts, lengths, visible, num_masked, scale):

@@ -11,7 +11,7 @@ from specextend.attention import backends
 from specextend.attention.backends import load_backend
 from specextend.attention.compiled import calls as compiled
 from specextend.attention.plain import attend_reference
-from specextend.attention.plan import KeySpan, merge_states
+from specextend.attention.plan import KeySpan
 from tests.attention.calls import assert_is_the_reference, assert_near, random_mask, regions, tensors
 from tests.covering import covering
 
@@ -58,16 +58,6 @@ def test_torchs_kernel_equals_the_reference(heads, num_queries, prefixes, dtype_
     assert_is_the_reference(sdpa, [num_queries] * 3, *how, causal=True)
 
 
-def test_merging_is_attention_over_the_union():
-    """Both ways round, and with weights that differ by hundreds in the exponent."""
-    q, k, v = tensors(1, 3, (4, 2), 35, HEAD_DIM, torch.float32)
-    k[:, 4:14] *= 40
-    whole, _ = attend_reference(q, k, v, KeySpan([4], [30]), SCALE)
-    parts = [attend_reference(q, k, v, KeySpan([4 + first], [n]), SCALE) for first, n in ((0, 10), (10, 20))]
-    for a, b in (parts, parts[::-1]):
-        assert_near(merge_states(*a, *b), whole, 1e-5)
-
-
 def fail_to_compile(element):
     raise NumbaError("no such instruction")
 
@@ -87,8 +77,6 @@ def test_where_the_compiled_kernel_fails_torch_attends(failure, monkeypatch):
         monkeypatch.setattr(compiled, "attend_compiled", answer_the_question)
     else:
         monkeypatch.setitem(sys.modules, "specextend.attention.compiled.calls", None)
-        with pytest.raises(ValueError, match=r"^attention\.backend compiled needs the cpu extra: pip install .*$"):
-            load_backend("compiled", torch.device("cpu"))
     q, k, v = tensors(1, 3, (4, 2), 40, HEAD_DIM, torch.float32)
     found, expected = (kernel(q, k, v, KeySpan([0], [40]), SCALE) for kernel in (AUTO, load_backend("sdpa", CPU)))
     backends.compiled_is_right.cache_clear()
@@ -96,8 +84,21 @@ def test_where_the_compiled_kernel_fails_torch_attends(failure, monkeypatch):
     assert all(map(torch.equal, found, expected))
 
 
-def test_the_compiled_kernel_is_refused_on_a_gpu():
-    """With the names that can be set there."""
-    message = r"^attention\.backend compiled runs on a CPU only; choose auto, .*flash or triton$"
-    with pytest.raises(ValueError, match=message):
-        load_backend("compiled", torch.device("cuda"))
+@pytest.mark.parametrize(
+    "backend, device, missing, message",
+    [
+        ("compiled", "cuda", None, r"runs on a CPU only; choose auto, .*flash or triton"),
+        ("compiled", "cpu", "compiled.calls", r"needs the cpu extra: pip install .*"),
+        ("triton", "cpu", None, "runs on a GPU only; choose auto"),
+        ("triton", "cuda", "tree_kernel", "needs the package triton: pip install triton"),
+    ],
+)
+def test_a_kernel_that_is_not_there_is_refused_in_one_line(backend, device, missing, message, monkeypatch):
+    """Before a model is loaded, with the names that can be set there or what to install."""
+    pytest.importorskip("triton", reason="triton has wheels for Linux only")
+    if missing:
+        monkeypatch.setitem(sys.modules, f"specextend.attention.{missing}", None)
+    backends.compiled.cache_clear()
+    with pytest.raises(ValueError, match=rf"^attention\.backend {backend} {message}$"):
+        load_backend(backend, torch.device(device))
+    backends.compiled.cache_clear()

@@ -8,7 +8,7 @@ import torch
 
 from specextend.attention.plan import KeySpan
 from tests.attention import calls
-from tests.attention.calls import assert_is_the_reference, random_trees
+from tests.attention.calls import assert_is_the_reference
 from tests.covering import covering
 from tests.job.conftest import environment, ran
 
@@ -74,23 +74,6 @@ def test_a_result_does_not_depend_on_the_call(dtype, restored_threads):
         some, some_lse = attend_compiled(q[:1, first:last], k, v, KeySpan([0], [1290]), SCALE)
         assert torch.equal(some, out[:1, first:last])
         assert torch.equal(some_lse, lse[:1, first:last])
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("prefix", [0, 1, 60, 64, 509, 1000])
-def test_a_node_of_a_tree_attends_as_its_token_would_alone(prefix, dtype, restored_threads):
-    """The same bits: its keys are added in the order and in the places that they have once the path is committed."""
-    num_nodes = 40
-    mask = random_trees(1, 40)
-    q, k, v = (x.to(dtype) for x in tensors(1, num_nodes, (9, 3), prefix + num_nodes))
-    torch.set_num_threads(1 + prefix % 2)
-    out, lse = attend_compiled(q, k, v, KeySpan([0], [prefix + num_nodes], mask), SCALE)
-    for node in (0, 1, 17, num_nodes - 1):
-        path = torch.cat([torch.arange(prefix), prefix + mask[0, node].nonzero().flatten()])
-        span = KeySpan([0], [len(path)])
-        alone, its_lse = attend_compiled(q[:, node : node + 1], k[:, path], v[:, path], span, SCALE)
-        assert torch.equal(alone, out[:, node : node + 1])
-        assert torch.equal(its_lse, lse[:, node : node + 1])
 
 
 FEATURES = [

@@ -69,15 +69,3 @@ def test_version_3_is_taken_where_there_is_one(modules, version, monkeypatch):
         message = r"^attention\.backend flash runs on a GPU only; choose auto$"
     with pytest.raises(ValueError, match=message):
         load_backend("flash", torch.device("cpu"))
-
-
-@pytest.mark.parametrize("backend", ["flash", "triton"])
-def test_chunks_of_a_prompt_take_it_where_it_is_installed(backend, monkeypatch):
-    """By name, and beside the kernel of our own, for which a chunk has too many queries."""
-    pytest.importorskip("triton")
-    module = ModuleType("flash_attn")
-    module.flash_attn_with_kvcache = flash_attn_2
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    kernel = load_backend(backend, torch.device("cuda"))
-    assert_is_the_reference(kernel, [300], 200, (8, 2), 64, torch.bfloat16, 1e-2, causal=True)

@@ -3,56 +3,30 @@
 import pytest
 import torch
 
-from specextend.attention.torch_kernels import attend_cuda, attend_cudnn
+from specextend.attention.backends import load_backend
 from specextend.decoding.sampling import gumbel_noise, noise_keys
-from specextend.proof.child import wrong_layer
-from tests.attention.calls import assert_is_the_reference, assert_near, attend_tree_slowly, tree_call
-from tests.attention.layer_calls import HEADS, layer_shape, product_in_fp8
+from specextend.proof.kernel_checks import prompt_calls, step_calls, wrong_attention, wrong_layer
+from tests.attention.layer_calls import HEADS, layer_shape
 from tests.covering import covering
 
 pytestmark = pytest.mark.gpu
 
-
-@pytest.mark.parametrize("kind", ["prefix", "causal", "own", "tree"])
-@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 2), (32, 8)])
-@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-def test_sdpa_equals_the_reference_on_cuda(dtype, error, heads, kind):
-    """The kernels have other traps than the CPU's: fewer key heads than query heads, mask alignment, padded LSE."""
-    lengths = [17, 17] if kind == "own" else [300, 77]
-    how = {"num_masked": 17} if kind == "tree" else {"causal": kind in ("causal", "own")}
-    assert_is_the_reference(attend_cuda, lengths, 17, heads, 64, dtype, error, device="cuda", **how)
-
-
-@pytest.mark.parametrize("before", [0, 1024])
-def test_cudnn_equals_the_reference_on_cuda(before):
-    """Keys lie apart by the length of the cache, and query heads share them."""
-    how = 512, (32, 8), 128, torch.bfloat16, 2e-2
-    assert_is_the_reference(attend_cudnn, [before + 512], *how, causal=True, device="cuda")
-
-
-TREE_CALLS = covering(
-    [64, 128],
-    [(2, 2), (9, 3), (8, 2), (32, 8), (14, 2)],
-    [1, 17, 51, 128],
-    [[0], [16000], [65, 0, 1000], [0, 1, 2, 63, 64, 65, 127, 300]],
-    ["tree", "level", "last level", "none"],
-    [torch.bfloat16, torch.float16, torch.float32],
-    [1, 3, 27, 64],
+CALLS = [*step_calls(16, 4), *step_calls(50, 10), *prompt_calls(17), *prompt_calls(512)]
+ATTENTION = covering(
+    ["sdpa", "cudnn", "triton"], [64, 128], [*HEADS, (4, 4), (8, 2)], CALLS, [torch.bfloat16, torch.float16]
 )
+IN_FP32 = covering(["sdpa"], [64], [(4, 4), (9, 3), (32, 8)], CALLS, [torch.float32])
 
 
-@pytest.mark.parametrize("head_dim, heads, num_queries, prefixes, kind, dtype, num_splits", TREE_CALLS)
-def test_the_triton_kernel_equals_its_twin_on_cuda(head_dim, heads, num_queries, prefixes, kind, dtype, num_splits):
-    """On a CPU it was only interpreted, without bfloat16 and without tensor cores."""
-    kernel = pytest.importorskip("specextend.attention.tree_kernel", exc_type=ImportError)
-    call = [
-        argument.cuda() if isinstance(argument, torch.Tensor) else argument
-        for argument in tree_call(head_dim, heads, num_queries, prefixes, kind, dtype)
-    ]
-    out, lse = kernel.attend_tree(*call, num_splits)
-    expected_out, expected_lse = attend_tree_slowly(*call)
-    assert_near(out, expected_out, {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype])
-    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-4)
+@pytest.mark.parametrize("backend, head_dim, heads, call, dtype", [*ATTENTION, *IN_FP32], ids=str)
+def test_attention_is_right_on_cuda(backend, head_dim, heads, call, dtype):
+    """Kernels have other traps than the CPU's: fewer key heads than query heads, mask alignment, padded LSE.
+
+    On a CPU that of Triton was only interpreted, without bfloat16 and without tensor cores.
+    """
+    kernel = load_backend(backend, torch.device("cuda"))
+    with torch.device("cuda"):
+        assert not wrong_attention(kernel, [call], layer_shape(64, heads, head_dim, False), dtype)
 
 
 LAYER_CALLS = covering(
@@ -63,32 +37,26 @@ LAYER_CALLS = covering(
     [True, False],
     [torch.float32, torch.float16, torch.bfloat16],
 )
+PRODUCTS = [
+    (num_rows, 576, (9, 3), 64, False, torch.bfloat16, scheme)
+    for num_rows in (1, 16, 33, 1000)
+    for scheme in ("int8", "fp8")
+]
+"""With more rows than cuBLAS takes at least, and with fewer."""
 
 
-@pytest.mark.parametrize("num_rows, size, heads, head_dim, norms, dtype", LAYER_CALLS)
-def test_the_kernels_of_a_layer_equal_their_twins_on_cuda(num_rows, size, heads, head_dim, norms, dtype):
+@pytest.mark.parametrize(
+    "num_rows, size, heads, head_dim, norms, dtype, scheme", [*((*case, None) for case in LAYER_CALLS), *PRODUCTS]
+)
+def test_the_kernels_of_a_layer_are_right_on_cuda(num_rows, size, heads, head_dim, norms, dtype, scheme):
     """On a CPU they were only interpreted, without bfloat16."""
-    kernels = pytest.importorskip("specextend.attention.layer_kernels", exc_type=ImportError)
-    with torch.device("cuda"):
-        assert not wrong_layer(kernels.TRITON, num_rows, layer_shape(size, heads, head_dim, norms), dtype)
-
-
-def test_a_product_in_fp8_is_right_on_cuda():
-    """On a CPU its kernel was only interpreted."""
-    if torch.cuda.get_device_capability() < (8, 9):
+    if scheme == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no products in fp8")
     kernels = pytest.importorskip("specextend.attention.layer_kernels", exc_type=ImportError)
-    linear, x, expected = product_in_fp8("cuda")
-    assert_near(kernels.multiply(linear, x).float(), expected, 1e-2)
-
-
-def test_a_product_in_int8_is_right_on_cuda():
-    """With more rows than cuBLAS takes at least, and with fewer."""
-    kernels = pytest.importorskip("specextend.attention.layer_kernels", exc_type=ImportError)
     with torch.device("cuda"):
-        for num_rows in (1, 16, 33, 1000):
-            shape = layer_shape(576, (9, 3), 64, False)
-            assert not wrong_layer(kernels.TRITON, num_rows, shape, torch.bfloat16, scheme="int8")
+        assert not wrong_layer(
+            kernels.TRITON, num_rows, layer_shape(size, heads, head_dim, norms), dtype, scheme=scheme
+        )
 
 
 def test_noise_is_the_same_on_every_device():
@@ -97,4 +65,4 @@ def test_noise_is_the_same_on_every_device():
     token_ids = torch.arange(4096)
     expected = gumbel_noise(noise_keys([7], positions[None]), token_ids)
     found = gumbel_noise(noise_keys([7], positions[None].cuda()), token_ids.cuda())
-    assert_near(found.cpu(), expected, 1e-6)
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-6, rtol=1e-6)

@@ -9,21 +9,15 @@ import torch
 
 from specextend.core import SamplingParams
 from specextend.decoding.device import GPU, CudaCapture, Graphs
-from specextend.proof.prover import Kernels, LayerShape, Subject
+from specextend.proof.subject import Kernels
 from specextend.proof.tiny_pair import TinyPair, Trees, make_requests
+from tests.proof.conftest import SUBJECT as SUBJECT_ON_CPU
 
 pytestmark = pytest.mark.gpu
 
 CHUNK = GPU.prefill_chunk
 """What an engine reads at once: a draft that is made for less refuses it."""
-SUBJECT = Subject(
-    device="cuda",
-    dtype="float32",
-    layers=(LayerShape(num_heads=2, num_key_heads=1, head_dim=64, hidden_size=128, intermediate_size=192),),
-    num_drafts=8,
-    depth=4,
-    chunk=CHUNK,
-)
+SUBJECT = replace(SUBJECT_ON_CPU, device="cuda", chunk=CHUNK)
 REFERENCE = Kernels(prompts="reference", steps="reference")
 
 

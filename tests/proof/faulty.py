@@ -53,18 +53,8 @@ def right_alone(*call):
     return out[:1].expand_as(out), lse[:1].expand_as(lse)
 
 
-def lost_split(q, k, v, span, scale):
-    """A kernel that loses one of 32 splits."""
-    return without_rows(q, k, v, span, scale, lambda length: slice(length // 2, length // 2 + length // 32))
-
-
 def a_key_too_few(q, k, v, span, scale):
-    """A kernel whose last block of the prefix ends too soon."""
-    return without_rows(q, k, v, span, scale, lambda length: slice(length - 300, length - 299))
-
-
-def without_rows(q, k, v, span, scale, lost):
-    """Attend without some rows of sequences that are long."""
+    """A kernel that loses one key of sequences that are long."""
     size = max(span.lengths)
     num_queries = q.shape[1]
     visible = torch.ones(len(q), num_queries, size, dtype=torch.bool)
@@ -73,8 +63,7 @@ def without_rows(q, k, v, span, scale, lost):
         visible[..., -own.shape[-1] :] = own
     for b, length in enumerate(span.lengths):
         if length > 600:
-            rows = lost(length)
-            visible[b, :, size - length + rows.start : size - length + rows.stop] = False
+            visible[b, :, size - 300] = False
         visible[b, :, : size - length] = False
     return attend_reference(q, k, v, KeySpan(span.starts, span.lengths, visible), scale)
 

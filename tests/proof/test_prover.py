@@ -14,41 +14,14 @@ from specextend.models import loading
 from specextend.models.loading import choose_kernels, load_engine, make_subject
 from specextend.models.pairing import check_pair
 from specextend.proof import prover
-from specextend.proof.prover import (
-    CUDNN,
-    FLASH,
-    GRAPHS,
-    LAYERS,
-    TREES,
-    Candidate,
-    Kernels,
-    Proof,
-    candidates_for,
-    load_proof,
-    prove,
-)
+from specextend.proof.prover import Proof, load_proof, prove
+from specextend.proof.subject import FLASH, GRAPHS, LAYERS, TREES, Candidate, Kernels
 from tests.proof.conftest import SUBJECT
 from tests.tiny_models import tiny_config
 
 
 def steps_by(kernel):
     return Candidate(name=kernel, field="steps", value=f"tests.proof.faulty:{kernel}")
-
-
-@pytest.mark.parametrize(
-    "capability, expected",
-    [
-        (None, ()),
-        ((7, 5), ()),
-        ((8, 0), (TREES, LAYERS, FLASH, GRAPHS)),
-        ((8, 9), (TREES, LAYERS, FLASH, GRAPHS)),
-        ((9, 0), (TREES, LAYERS, CUDNN, GRAPHS)),
-        ((12, 0), (TREES, LAYERS, CUDNN, GRAPHS)),
-    ],
-)
-def test_a_card_takes_what_is_known_to_be_fast_there(capability, expected):
-    """A race at each start timed four shapes where it judged by one, and ended before its best kernel had its turn."""
-    assert candidates_for(capability) == expected
 
 
 @pytest.mark.slow
