@@ -343,7 +343,7 @@ def write_gguf(model: Any, eos_token_ids: Sequence[int], path: Path) -> None:
     """
     config = model.config
     writer = gguf.GGUFWriter(path, _ARCHITECTURES[config.model_type])
-    _add_shape(writer, config)
+    add_shape(writer, config)
     _add_rope(writer, config.rope_parameters, config.max_position_embeddings)
     _add_vocabulary(writer, config.vocab_size, eos_token_ids)
     for name, tensor in gguf_tensors(model):
@@ -359,7 +359,8 @@ def write_gguf(model: Any, eos_token_ids: Sequence[int], path: Path) -> None:
     writer.close()
 
 
-def _add_shape(writer: gguf.GGUFWriter, config: Any) -> None:
+def add_shape(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Write the sizes of a model."""
     head_dim = _head_dim(config)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

@@ -111,6 +111,14 @@ def spelling_pair(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def looping_pair(tmp_path_factory):
+    """One whose target soon goes in circles."""
+    from tests.tiny_models import write_looping_pair
+
+    return write_looping_pair(tmp_path_factory.mktemp("looping"))
+
+
+@pytest.fixture(scope="session")
 def references(pairs):
     """(family, prompt length, new tokens, options) -> transformers' greedy output for `random_prompt`, made once."""
     from tests import reference_outputs, tiny_models

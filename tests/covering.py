@@ -4,9 +4,6 @@ import itertools
 
 import pytest
 
-Pick = tuple[tuple[int, int], ...]
-"""Values of some axes: (axis, number of the value), axes ascending."""
-
 
 def covering(*axes, strength=2):
     """Choose cases, a value of each axis, such that any values of any `strength` axes meet in one of them.

@@ -4,14 +4,20 @@ import json
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 HEADS = 4
 KV_HEADS = 2
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+"""RoPE of Llama 3, made shorter."""
 HEAD_DIM = 12
 MLP = 64
 LAYER_IDS = [0, 1, 2]  # outputs, counted from 0: the tiny targets have three layers
-Tensors = dict[str, Tensor]
 
 
 def matrix(*shape):
@@ -102,17 +108,7 @@ def eagle1_biased(model, hidden, vocab_size):
 def eagle3(model, hidden, vocab_size):
     """SafeAILab's EAGLE-3 as SGLang reads it: `midlayer`, an LM head for a part of the vocabulary, no embedding."""
     tensors = eagle3_tensors("midlayer.", hidden, hidden, vocab_size // 2)
-    rope = {
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 256,
-        },
-    }
-    config = llama_config(vocab_size, hidden, **rope) | {
+    config = llama_config(vocab_size, hidden, rope_theta=500000.0, rope_scaling=LLAMA3) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": vocab_size // 2,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": LAYER_IDS, "use_aux_hidden_state": True},

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 TIE = 1e-4
 """Logits this close are equal: another order of summation may swap them."""
@@ -34,6 +35,21 @@ def generate(model, prompt, max_new_tokens, **options):
         **options,
     )
     return Reference(output.sequences[0, len(prompt) :].tolist(), torch.cat(output.scores).float())
+
+
+@torch.inference_mode()
+def log_probs_after(model, prompt, paths):
+    """Return for each path the log probabilities fp64 of its tokens after the prompt."""
+    inputs = pad_sequence([torch.tensor([*prompt, *path]) for path in paths], batch_first=True)
+    log_probs = model(input_ids=inputs, use_cache=False).logits[:, len(prompt) - 1 : -1].double().log_softmax(-1)
+    found = log_probs.gather(2, inputs[:, len(prompt) :, None])[:, :, 0]
+    return [each[: len(path)] for each, path in zip(found, paths, strict=True)]
+
+
+def score_values(model, tokenizer, prompt, texts):
+    """Return the log probability [N] fp64 of each text after the prompt, normalised over the texts."""
+    paths = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return torch.stack([each.sum() for each in log_probs_after(model, prompt, paths)]).log_softmax(0)
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ from specextend.models.loading import choose_kernels, load_cached_target, load_e
 from specextend.models.model_files import VOCABULARY as VOCABULARY_TENSOR
 from specextend.models.pairing import check_pair, load_drafter
 from specextend.proof.family import small_model
-from tests.published_heads import WRITERS
+from tests import published_heads as heads
 
 BACKENDS = ("reference", "sdpa", "compiled")
 """The attention kernels that run here."""
@@ -42,14 +42,7 @@ EOS_TOKEN_ID = 2
 CONTEXT_LENGTH = 2048
 PUBLISHED = ("eagle1", "eagle3", "speculators-eagle3")
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
-}
+LLAMA3 = heads.LLAMA3 | {"rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
 
 
@@ -152,11 +145,11 @@ def write_eagle(folder, model, draft_vocab_size=None, copy_heads=None):
     config = EagleConfig(
         target="tiny",
         vocab_size=model.config.vocab_size,
-        hidden_size=48,
+        hidden_size=model.config.hidden_size,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=12,
-        intermediate_size=96,
+        head_dim=model.config.hidden_size // 4,
+        intermediate_size=2 * model.config.hidden_size,
         rope_theta=10000.0,
         layer_norm_eps=1e-6,
         head_norm_eps=1e-6,
@@ -196,7 +189,7 @@ def write_pair(folder, family, seed=0, vocab_size=VOCABULARY, tokenizer=tiny_tok
         "eagle": write_eagle(folder / "eagle", model),
         "reduced": write_eagle(folder / "reduced", model, vocab_size // 3),
         "copy": write_eagle(folder / "copy", model, vocab_size // 2, copy_heads=2),
-        **{name: WRITERS[name](folder / name, model) for name in PUBLISHED},
+        **{name: heads.WRITERS[name](folder / name, model) for name in PUBLISHED},
     }
     good.resize_token_embeddings(vocab_size - vocab_size // 6)
     drafts["cut"] = write(good, folder / "cut")

@@ -1,5 +1,7 @@
 """A prompt that begins as the one before it is read from where they differ, and nothing of its output tells."""
 
+from functools import cache
+
 import pytest
 
 from specextend.decoding.prefill import LEAST_REUSED
@@ -26,14 +28,7 @@ def run(engine, *prompts):
 def alone(pair):
     """What a prompt gives in an engine that has read nothing before, without a draft."""
     engine = tiny_engine(pair, decoding__mode="autoregressive")
-    known = {}
-
-    def token_ids(prompt):
-        if (name := tuple(prompt)) not in known:
-            known[name] = run(engine, prompt)[0].token_ids
-        return known[name]
-
-    return token_ids
+    return cache(lambda *prompt: run(engine, [*prompt])[0].token_ids)
 
 
 @pytest.mark.parametrize("draft, backend, batch", each_once_then_slow(DRAFTS, BACKENDS, [1, 3]))
@@ -41,7 +36,7 @@ def test_output_and_acceptance_are_those_of_whole_prompts(draft, backend, batch,
     changes = {"attention__backend": backend, "decoding__max_batch_size": batch, "cache__policy": "full"}
     engine = tiny_engine(pair, draft, **changes)
     reused = run(engine, *PROMPTS)
-    assert [each.token_ids for each in reused] == [alone(prompt) for prompt in PROMPTS]
+    assert [each.token_ids for each in reused] == [alone(*prompt) for prompt in PROMPTS]
     assert [each.stats.num_cached_tokens for each in reused] == CACHED
     assert [each.stats.num_prompt_tokens for each in reused] == [len(prompt) for prompt in PROMPTS]
     for one, prompt in zip(reused, PROMPTS, strict=True):
@@ -84,5 +79,5 @@ def test_a_prompt_whose_reading_failed_is_not_taken_over(pair, alone):
     requests = [request(name, prompt, NEW) for name, prompt in prompts.items()]
     outputs = {each.request_id: each for each in engine.generate(requests, lambda name, _: errors.append(name))}
     assert errors == ["fails"]
-    assert {name: each.token_ids for name, each in outputs.items()} == {name: alone(prompts[name]) for name in "ab"}
+    assert {name: each.token_ids for name, each in outputs.items()} == {name: alone(*prompts[name]) for name in "ab"}
     assert outputs["b"].stats.num_cached_tokens == 0

@@ -19,7 +19,7 @@ from specextend.models.causal_lm import load_tokenizer
 from tests.covering import each_once_then_slow
 from tests.recorded_graph import captured_engine, record
 from tests.reference_outputs import generate
-from tests.test_adaptive import NUM_NODES, PausesAtRandom, ScriptedCosts, adaptive_engine
+from tests.test_adaptive import NUM_NODES, ScriptedCosts, adaptive_engine
 from tests.tiny_models import (
     EOS_TOKEN_ID,
     in_mode,
@@ -54,11 +54,6 @@ AXES = (
 )
 
 
-@pytest.fixture(scope="module")
-def pair(spelling_pair):
-    return spelling_pair
-
-
 class Masks(LogitsProcessor):
     """What the library allows behind a prompt of some length; it is asked anew for each token."""
 
@@ -75,11 +70,11 @@ class Masks(LogitsProcessor):
 
 
 @pytest.fixture(scope="module")
-def own(pair):
+def own(spelling_pair):
     """Each request's output by transformers; of one that is sampled by plain decoding."""
-    model = load_reference(pair)
-    tokenizer = load_tokenizer(pair.target)
-    found = of_schema(outputs(engine_of(pair, "autoregressive", "bad", 1)))
+    model = load_reference(spelling_pair)
+    tokenizer = load_tokenizer(spelling_pair.target)
+    found = of_schema(outputs(engine_of(spelling_pair, "autoregressive", "bad", 1)))
     for name, options in OPTIONS.items():
         if "seed" not in options:
             masks = LogitsProcessorList([Masks(tokenizer, model.config.vocab_size, LENGTHS[name])])
@@ -111,30 +106,30 @@ def of_schema(found):
 
 
 @pytest.mark.parametrize("mode, draft, batch", each_once_then_slow(*AXES))
-def test_output_under_a_schema_is_the_targets_own(mode, draft, batch, pair, own):
-    found = outputs(engine_of(pair, mode, draft, batch))
+def test_output_under_a_schema_is_the_targets_own(mode, draft, batch, spelling_pair, own):
+    found = outputs(engine_of(spelling_pair, mode, draft, batch))
     assert of_schema(found) == own
     for name in OPTIONS:
         if found[name].finish_reason == "stop":
             jsonschema.validate(json.loads(found[name].text), json.loads(SCHEMA))
 
 
-def test_steps_are_the_same_in_fixed_shapes(pair, own):
+def test_steps_are_the_same_in_fixed_shapes(spelling_pair, own):
     """As a GPU replays them: the masks are applied outside of what is recorded."""
-    engine = captured_engine(pair, "good", Graphs(record), cache__policy="full", decoding__max_batch_size=3)
+    engine = captured_engine(spelling_pair, "good", Graphs(record), cache__policy="full", decoding__max_batch_size=3)
     assert of_schema(outputs(engine)) == own
 
 
-def test_what_is_forced_takes_few_steps(pair):
+def test_what_is_forced_takes_few_steps(spelling_pair):
     """Braces and names are drafted by the grammar, also where the draft knows nothing of them."""
-    found = outputs(engine_of(pair, "full", "bad", 1))
+    found = outputs(engine_of(spelling_pair, "full", "bad", 1))
     stats = [found[name].stats for name in OPTIONS]
     assert sum(each.num_accepted_tokens for each in stats) > 60
 
 
 @pytest.fixture(scope="module")
-def small_engine(pair):
-    return tiny_engine(pair, "good", cache__policy="full")
+def small_engine(spelling_pair):
+    return tiny_engine(spelling_pair, "good", cache__policy="full")
 
 
 SCALARS = st.sampled_from(["number?", "integer", "boolean", "a | bc | d e", {"type": "string", "maxLength": 9}])
@@ -158,26 +153,20 @@ def test_whatever_the_schema_answers_parse(small_engine, fields):
         assert found.finish_reason == "length"
 
 
-def test_what_is_forced_is_drafted_while_speculation_pauses(pair, own):
+def test_what_is_forced_is_drafted_while_speculation_pauses(spelling_pair, own):
     """Drafting costs five plain steps, so it is given up soon; braces and names take few steps all the same."""
     costs = ScriptedCosts(lambda rows: 1.0, lambda: 5.0)
-    [found] = adaptive_engine(pair, "bad", Adaptive(costs, NUM_NODES)).generate(requests()[:1])
+    [found] = adaptive_engine(spelling_pair, "bad", Adaptive(costs, NUM_NODES)).generate(requests()[:1])
     assert found.token_ids == own["plain"]
     assert found.stats.num_fallbacks == 1
     assert found.stats.num_accepted_tokens > 12
 
 
-@pytest.mark.parametrize("draft", ["good", "eagle"])
-def test_output_under_a_schema_does_not_depend_on_when_speculation_pauses(pair, own, draft):
-    adaptive = PausesAtRandom(ScriptedCosts(lambda rows: 1 + rows / 10, lambda: 0.1), NUM_NODES, seed=0)
-    assert of_schema(outputs(adaptive_engine(pair, draft, adaptive, 3))) == own
-
-
-def test_where_penalties_leave_nothing_they_do_not_count(pair):
+def test_where_penalties_leave_nothing_they_do_not_count(spelling_pair):
     """No token may occur twice, as quotes have to: the schema wins."""
     schema = schema_of({"kind": "audit | budget", "closed": "boolean", "level": {"enum": ["low", "high"]}})
     asked = replace(request("a", random_prompt(40), 100, no_repeat_ngram_size=1), schema=schema)
-    found = [next(engine_of(pair, mode, "good", 1).generate([asked])) for mode in ("autoregressive", "tree")]
+    found = [next(engine_of(spelling_pair, mode, "good", 1).generate([asked])) for mode in ("autoregressive", "tree")]
     assert found[0].token_ids == found[1].token_ids
     assert found[0].finish_reason == "stop"
     jsonschema.validate(json.loads(found[0].text), json.loads(schema))

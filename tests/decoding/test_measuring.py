@@ -7,8 +7,8 @@ import torch
 
 from specextend.decoding import measurements
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.device import CPU, GPU, Graphs
-from specextend.decoding.measurements import choose_sizes, load_step_costs, measure
+from specextend.decoding.device import Graphs
+from specextend.decoding.measurements import load_step_costs, measure
 from tests.tiny_models import random_prompt, request, tiny_engine
 
 CHOICES = TreeOptions(nodes="auto"), "dense", 1, Graphs()
@@ -44,24 +44,6 @@ def test_measuring_leaves_nothing_behind(engine):
     [after] = engine.generate([request("a", prompt, 30)])
     assert after.token_ids == before.token_ids
     assert torch.isfinite(engine.target.cache.keys[:, :, :300]).all()
-
-
-def test_steps_of_a_batch_cost_what_was_measured(engine, monkeypatch):
-    """A GPU takes the same time for 1 row as for 300, and every row of a batch was charged as if it were the only one.
-
-    So trees in batches of 16 were cut to four rows.
-    """
-
-    def flat(target, kind, size, length, graphs, batch):
-        return 0.02 + 1e-6 * batch * length
-
-    monkeypatch.setattr(measurements, "time_step", flat)
-    sizes = choose_sizes(31, 16, GPU.measured_rows)
-    assert sizes[-1] == 16 * 32
-    costs = measure(engine.target, "dense", sizes, (50, 100), Graphs(), defaultdict(dict))
-    for rows in (1, 4, 32):
-        assert costs.verify_s(rows, [2000] * 16) == pytest.approx(0.02 + 1e-6 * 32_000)
-    assert choose_sizes(31, 16, CPU.measured_rows)[-1] == 64, "a CPU takes longer for each row"
 
 
 def test_a_second_start_measures_nothing(folder, engine):

@@ -7,9 +7,12 @@ from math import inf, nan
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors.torch import load_file
 
 from specextend.core import Choice
+from tests.covering import covering
+from tests.models.conftest import edit_tensors
 from tests.reference_outputs import tokens_of
 from tests.tiny_models import FAMILIES, random_prompt, request, spelling_tokenizer, tiny_engine, write_pair
 
@@ -37,8 +40,7 @@ def decode(engine, *requests):
     return tokens_of(engine.generate(requests, note)), broken
 
 
-@pytest.mark.parametrize("draft, nodes", [*((draft, 8) for draft in DRAFTS), ("good", "auto"), ("eagle3", "auto")])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("draft, nodes, sampling", covering(DRAFTS, (8, "auto"), [*SAMPLINGS]))
 def test_a_document_that_meets_nan_is_an_error_and_its_neighbours_do_not_know(pair, draft, nodes, sampling):
     """They said `!!!!` or nothing, with exit 0. One bad row of the embedding meets some documents only: others go on.
 
@@ -72,10 +74,10 @@ KINDS = {
 def test_a_broken_target_answers_nothing(tmp_path, name, value):
     """Also where a grammar leaves the broken token out, or where the values of a choice are scored."""
     pair = write_pair(tmp_path, FAMILIES["llama"], vocab_size=320, tokenizer=spelling_tokenizer)
-    file = Path(pair.target, "model.safetensors")
-    weights = load_file(file)
-    weights[f"{'' if name == 'lm_head' else 'model.'}{name}.weight"].view(-1)[:48] = value  # of token 0, or all
-    save_file(weights, file, {"format": "pt"})
+    key = f"{'' if name == 'lm_head' else 'model.'}{name}.weight"
+    weight = load_file(Path(pair.target, "model.safetensors"))[key]
+    weight.view(-1)[:48] = value  # of token 0, or all
+    edit_tensors(pair.target, {key: weight})
     engine = tiny_engine(pair, "good", decoding__max_batch_size=4)
     requests = [replace(request(kind, TEXT[:40], NEW), **given) for kind, given in KINDS.items()]
     assert decode(engine, *requests) == ({}, set(KINDS))
@@ -83,15 +85,14 @@ def test_a_broken_target_answers_nothing(tmp_path, name, value):
         list(engine.generate(requests[:1]))
 
 
-@pytest.mark.parametrize("draft", ["good", "eagle", "merged-good", "merged-eagle"])
-@pytest.mark.parametrize("nodes", [8, "auto"])
+@pytest.mark.parametrize("draft, nodes", covering(["good", "eagle", "merged-good"], [8, "auto"], strength=1))
 def test_a_broken_draft_changes_no_text(pair, tmp_path, draft, nodes):
     """NaN sorts before every number: a tree without its root gave other tokens, and one in a mean never leaves it."""
     folder = Path(pair.drafts[draft.removeprefix("merged-")])
     broken = shutil.copytree(folder, tmp_path / "draft")
     weights = load_file(broken / "model.safetensors")
-    next(weight for name, weight in weights.items() if name.endswith("down_proj.weight")).fill_(nan)
-    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    edit_tensors(broken, {name: torch.full_like(weights[name], nan)})
     changes = {"tree__nodes": nodes, "decoding__max_batch_size": 3, "cache__refresh_every": 1}
     engine = tiny_engine(replace(pair, drafts={draft.removeprefix("merged-"): str(broken)}), draft, **changes)
     plain = tiny_engine(pair, decoding__mode="autoregressive")

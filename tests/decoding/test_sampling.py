@@ -80,32 +80,22 @@ def test_a_choice_follows_the_slow_distribution(logits, temperature, top_k, top_
     assert choose_tokens(rows[None], torch.arange(20)[None], [sampling]).tolist() == [expected]
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0])
-def test_a_nucleus_of_any_size_is_found(spread):
+def test_a_nucleus_of_any_size_is_found_beside_other_requests():
     """The search looks at 64 tokens, then at 512, then at more: a flat distribution needs nearly all of them."""
-    logits = torch.randn(2_000, generator=torch.Generator().manual_seed(0)) * spread
-    sampling = SamplingParams(temperature=0.7, top_p=0.9003)
-    expected = [slow_choice(logits, position, sampling) for position in range(5)]
-    assert choose_tokens(logits.expand(1, 5, -1), torch.arange(5)[None], [sampling]).tolist() == [expected]
+    nucleus = {"temperature": 0.7, "top_p": 0.9003}
+    ways = [nucleus, nucleus, nucleus, {**nucleus, "top_k": 700}, {"temperature": 1.3}, nucleus]
+    spreads = torch.tensor([8.0, 0.0, 0.01, 0.01, 1.0, 1.0])
+    sampling = [SamplingParams(seed=b % 3, **way) for b, way in enumerate(ways)]
+    rows = spreads[:, None] * torch.randn(6, 2_000, generator=torch.Generator().manual_seed(0))
+    expected = [[slow_choice(row, at, each) for at in (5, 6, 6)] for row, each in zip(rows, sampling, strict=True)]
+    positions = torch.tensor([[5, 6, 6]]).expand(6, -1)
+    assert choose_tokens(rows[:, None].expand(-1, 3, -1), positions, sampling).tolist() == expected
 
 
 def test_greedy_takes_the_first_of_equal_logits():
     """As `generate(do_sample=False)` does; in bf16 ties are common."""
     logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]], dtype=torch.bfloat16)
     assert choose_tokens(logits[None], torch.tensor([[4, 5]]), [SamplingParams()]).tolist() == [[1, 0]]
-
-
-def test_a_batch_chooses_for_each_sequence_what_it_chooses_alone():
-    """Whatever the others ask for; of two flat rows beside a sharp one, each needs more of its vocabulary sorted."""
-    logits = torch.randn(7, 3, 2_000, generator=torch.Generator().manual_seed(0))
-    logits = (logits * torch.tensor([8.0, 0.01, 8.0, 0.01, 1.0, 1.0, 8.0])[:, None, None]).bfloat16()
-    positions = torch.tensor([[5, 6, 6], [9, 10, 11], [5, 6, 6], [2, 3, 3], [7, 8, 8], [1, 2, 3], [1, 2, 2]])
-    nucleus = {"temperature": 0.7, "top_p": 0.9}
-    ways = [nucleus, nucleus, nucleus, {**nucleus, "top_k": 700}, {"temperature": 1.3}, {}, {"temperature": 1.3}]
-    sampling = [SamplingParams(seed=b % 3, **way) for b, way in enumerate(ways)]
-    rows = zip(logits, positions, sampling, strict=True)
-    alone = [choose_tokens(own[None], at[None], [each])[0].tolist() for own, at, each in rows]
-    assert choose_tokens(logits, positions, sampling).tolist() == alone
 
 
 def test_a_penalty_is_that_of_transformers_on_either_side_of_zero():

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specextend.decoding.sequence import PROBATION_STEPS, Speculation
-from specextend.decoding.speculation import KNOWN_STEPS, Experience, best_size, who_speculates
+from specextend.decoding.speculation import KNOWN_STEPS, Experience, who_speculates
 
 DRAFT = 0.1
 LOAD = 1.3
@@ -20,31 +20,6 @@ def verify_s(num_rows):
     return 1.0 + (LOAD - 1.0) * (num_rows - 1) / (NUM_ROWS - 1)
 
 
-def step(state, accepted, account, draft=DRAFT):
-    """One step of a sequence alone: decide, then speculate or not."""
-    chosen = bool(who_speculates([state], verify_s, lambda _: draft, in_credit=account.in_credit))
-    if state.active and not chosen:
-        state.pause()
-    elif chosen and not state.active:
-        state.resume()
-    if state.active:
-        state.observe(NUM_ROWS, EXPECTED, accepted)
-        account.observe(LENGTH, NUM_ROWS, EXPECTED, accepted, LOAD + draft - 1)
-    else:
-        state.observe_idle(1, 0.0, 0)
-        account.observe_idle(1, 0.0, 0)
-
-
-def run(state, accepted, account=None, draft=DRAFT):
-    """Whether each step speculated, `accepted` being what it brings if it does."""
-    account = account or Experience()
-    active = []
-    for number in accepted:
-        step(state, number, account, draft)
-        active.append(state.active)
-    return active
-
-
 @pytest.mark.parametrize("length", [64, 128, 256, 1024])
 @pytest.mark.parametrize("accepted", [[0], [1, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 2, 0, 0, 0, 0, 0]])
 def test_what_speculation_loses_stays_under_three_percent_or_two_steps(accepted, length):
@@ -54,7 +29,17 @@ def test_what_speculation_loses_stays_under_three_percent_or_two_steps(accepted,
     num_steps = lost = num_tokens = 0
     while num_tokens < length:
         number = accepted[num_steps % len(accepted)]
-        step(state, number, account)
+        chosen = bool(who_speculates([state], verify_s, lambda _: DRAFT, in_credit=account.in_credit))
+        if state.active and not chosen:
+            state.pause()
+        elif chosen and not state.active:
+            state.resume()
+        if state.active:
+            state.observe(NUM_ROWS, EXPECTED, number)
+            account.observe(LENGTH, NUM_ROWS, EXPECTED, number, COST)
+        else:
+            state.observe_idle(1, 0.0, 0)
+            account.observe_idle(1, 0.0, 0)
         num_steps += 1
         num_tokens += 1 + number * state.active
         lost += (COST - number) * state.active
@@ -96,23 +81,3 @@ def test_no_other_choice_of_a_batch_is_better(gains, draft_loads):
 
     rates = [len(states) * 0.98, *(rate(size) for size in range(1, len(states) + 1))]
     assert rates[len(chosen)] == pytest.approx(max(rates))
-
-
-FLAT = {1: 1.0, 2: 1.3, 4: 1.3, 8: 1.3, 16: 1.3}
-STEEP = {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4, 16: 4.0}
-
-
-@pytest.mark.parametrize(
-    "probabilities, seconds, expected",
-    [
-        ([0.6, 0.4, 0.2] + [0.01] * 12, FLAT, 16),  # more rows for nothing
-        ([0.6, 0.2, 0.1] + [0.01] * 12, STEEP, 2),
-        ([0.9, 0.85, 0.8] + [0.01] * 12, STEEP, 4),
-        ([0.1, 0.05], FLAT, 1),  # no tree pays
-        ([0.6, 0.4, 0.2], FLAT, 4),  # a size that holds the tree, and none beyond
-        ([], FLAT, 1),
-    ],
-)
-def test_a_tree_has_the_size_that_brings_most_tokens_per_second(probabilities, seconds, expected):
-    """Probabilities of paths, falling, root left out."""
-    assert best_size([probabilities], [*seconds], seconds.__getitem__) == expected

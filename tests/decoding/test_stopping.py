@@ -5,26 +5,13 @@ from itertools import chain
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from specextend.decoding.sequence import StopChecker
+from tests.tiny_models import spelling_tokenizer
 
-CORPUS = ["the end of the report. the committee finds", "\n\n### the report ends here", "été naïve café 😀😀 日本語"]
 SPECIAL = ["<eos>", "<|im_end|>", "<pad>"]
-
-
-def byte_level():
-    """A byte-level BPE of 300 tokens, as GPT-2, Llama 3 and Qwen have: characters fall apart into bytes."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
 def byte_fallback():
@@ -41,7 +28,7 @@ def byte_fallback():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
-TOKENIZERS = {"byte_level": byte_level(), "byte_fallback": byte_fallback()}
+TOKENIZERS = {"byte_level": spelling_tokenizer(300), "byte_fallback": byte_fallback()}
 LETTERS = TOKENIZERS["byte_level"]
 
 

@@ -1,22 +1,18 @@
 """OPT-Tree against brute force on lookup-table models, whose next-token probabilities depend on the whole path."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.tree import grow_trees
 from tests.covering import covering
 
-Table = Callable[[tuple[int, ...]], Tensor]
-"""Path of token ids after the root -> logits [V]."""
-
 
 def random_table(seed, vocab_size=4, sharpness=2.0):
+    """Make the function from a path of token ids after the root to logits [V]."""
+
     def logits(path):
         generator = torch.Generator().manual_seed(hash((seed, *path)) % 2**31)
         return torch.randn(vocab_size, generator=generator) * sharpness
@@ -29,8 +25,7 @@ class TableDraft:
 
     def __init__(self, tables):
         self.tables = tables
-        self.expanded = [[] for _ in tables]  # (token id, depth)
-        self.paths = [[()] for _ in tables]  # of the previous call
+        self.expanded = torch.zeros(len(tables), 0, dtype=torch.int64)
         self.num_calls = 0
 
     def root_logits(self):
@@ -38,20 +33,14 @@ class TableDraft:
 
     def expand(self, token_ids, slots, mask, depth):
         self.num_calls += 1
-        return torch.stack([self._expand(b, token_ids[b], slots[b], mask[b], depth) for b in range(len(self.tables))])
+        self.expanded = torch.cat([self.expanded, token_ids], 1)
+        assert mask.sum(-1).eq(depth).all(), "one ancestor a level, and itself"
+        every = zip(self.tables, self.expanded, mask, strict=True)
+        return torch.stack([self._rows(*each) for each in every])
 
-    def _expand(self, b, token_ids, slots, mask, depth):
-        self.expanded[b] += [(token_id, depth) for token_id in token_ids.tolist()]
-        assert mask.shape == (len(token_ids), len(self.expanded[b]))
-        paths = []
-        for node, visible in enumerate(mask):
-            seen = [self.expanded[b][i] for i in visible.nonzero().flatten().tolist()]
-            assert [level for _, level in seen] == list(range(1, depth + 1)), "one ancestor a level, and itself"
-            paths.append(tuple(token_id for token_id, _ in seen))
-            assert self.paths[b][int(slots[node])] == paths[-1][:-1], "the parent's slot is the parent's"
-            assert visible[-len(token_ids) :].nonzero().flatten().tolist() == [node]
-        self.paths[b] = paths
-        return torch.stack([self.tables[b](path) for path in paths])
+    @staticmethod
+    def _rows(table, expanded, mask):
+        return torch.stack([table(tuple(expanded[visible].tolist())) for visible in mask])
 
 
 def grow(tables, options, *, adaptive=True):

@@ -3,41 +3,29 @@
 Our own format is held to the head that is trained (`tests/training/test_parity.py`).
 """
 
-import itertools
 import json
+from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from specextend.attention.plain import attend_reference
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.model import CachedModel
-from specextend.decoding.tree import Decided, DraftTrees
+from specextend.decoding.tree import Decided
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import read_head, read_vocabulary, read_weights
 from specextend.models.causal_lm import load_causal_lm, rope_frequencies
 from tests.covering import covering
 from tests.models.conftest import edit_json
-from tests.published_heads import HEAD_DIM, HEADS, KV_HEADS, WRITERS
-from tests.tiny_models import (
-    FAMILIES,
-    engine_with,
-    load_reference,
-    random_prompt,
-    request,
-    tiny_config,
-    tiny_engine,
-    tiny_model,
-    write_model,
-    write_pair,
-)
+from tests.published_heads import HEAD_DIM, WRITERS
+from tests.tiny_models import FAMILIES, Pair, load_reference, random_prompt, tiny_model, write_model
 
 OPTIONS = TreeOptions(nodes=6, depth=3, threshold=0)
 
@@ -100,14 +88,12 @@ class SlowHead:
         return x + linear(silu(linear(normed, gate)) * linear(normed, up), down)
 
     def attention(self, inputs, positions):
-        q, k, v = (self.heads(name, inputs) for name in "qkv")
-        cos, sin = (table[0] for table in self.rope(q, positions[None]))
-        q, k = (x * cos + torch.cat([-x[..., HEAD_DIM // 2 :], x[..., : HEAD_DIM // 2]], -1) * sin for x in (q, k))
-        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (k, v))
-        scores = q @ k.transpose(1, 2) / HEAD_DIM**0.5
-        hidden = torch.full_like(scores[0], -torch.inf)
-        hidden = hidden.triu(1) if self.window is None else hidden.triu(1) + hidden.tril(-self.window)
-        mixed = (scores + hidden).softmax(-1) @ v
+        q, k, v = (self.heads(name, inputs)[None] for name in "qkv")
+        q, k = apply_rotary_pos_emb(q, k, *self.rope(q, positions[None]))
+        seen = torch.ones(len(inputs), len(inputs), dtype=torch.bool).tril()
+        if self.window is not None:
+            seen = seen.triu(1 - self.window)
+        mixed = scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)[0]
         return linear(mixed.transpose(0, 1).flatten(1), self.w[f"{self.prefix}self_attn.o_proj.weight"])
 
     def heads(self, name, inputs):
@@ -119,7 +105,7 @@ class SlowHead:
 
     def norm(self, name, x):
         name = name if f"{name}.weight" in self.w else f"model.{name}"
-        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * self.w[f"{name}.weight"]
+        return rms_norm(x, x.shape[-1:], self.w[f"{name}.weight"], 1e-5)
 
     def log_probs(self, output):
         """[V] of the target's ids; -inf for those that the head has not."""
@@ -136,28 +122,33 @@ class SlowHead:
 class Case:
     """A drafter and its twin, on one random text."""
 
-    def __init__(self, pair, variant, boundaries=()):
+    def __init__(self, network, twin, num_features):
+        self.network = network
+        self.drafter = CausalDrafter(network, OPTIONS, "hybrid", None, num_slots=3)
+        self.twin = twin
+        self.token_ids = torch.tensor(random_prompt(100))
+        generator = torch.Generator().manual_seed(7)
+        self.features = self.golden = torch.randn(100, num_features, generator=generator)
+
+    @classmethod
+    def of_head(cls, pair, variant, boundaries=()):
         """`boundaries`: hidden states of the target that the head was trained with; none: random ones."""
         model = load_causal_lm(pair.target, "float32", "cpu")
         model.lm_head.weight.mul_(4)  # sure of itself, so that trees are deep
-        self.target = CachedModel(model, attend_reference, 256)
+        target = CachedModel(model, attend_reference, 256)
         head = read_head(pair.drafts[variant])
         layers = head.hidden_layers(model.config.num_hidden_layers)
         rope = rope_frequencies(head.rope, head.head_dim, "tiny")
         weights = read_weights(head)
         vocabulary = read_vocabulary(head)
         lm_head = model.lm_head.weight
-        self.network = EagleNetwork(head, weights, vocabulary, self.target, lm_head, (4096, 4096), rope, layers)
-        self.drafter = CausalDrafter(self.network, OPTIONS, "hybrid", None, num_slots=3)
-        self.twin = SlowHead(variant, pair.drafts[variant], model)
-        self.token_ids = torch.tensor(random_prompt(100))
-        generator = torch.Generator().manual_seed(7)
-        self.features = self.golden = torch.randn(100, 48 * (len(layers) or 1), generator=generator)
+        network = EagleNetwork(head, weights, vocabulary, target, lm_head, (4096, 4096), rope, layers)
+        case = cls(network, SlowHead(variant, pair.drafts[variant], model), 48 * (len(layers) or 1))
         if boundaries:
-            reference = load_reference(pair)
-            states = reference(self.token_ids[None], output_hidden_states=True).hidden_states
-            self.golden = torch.cat([states[each] for each in boundaries], -1)[0]
-            self.features = torch.cat([states[layer + 1] for layer in layers], -1)[0]
+            states = load_reference(pair)(case.token_ids[None], output_hidden_states=True).hidden_states
+            case.golden = torch.cat([states[each] for each in boundaries], -1)[0]
+            case.features = torch.cat([states[layer + 1] for layer in layers], -1)[0]
+        return case
 
     def slow_log_probs(self, visible, path=()):
         """[V] log probs after the visible slots (slot i: token i + 1 and features i) and a path behind them."""
@@ -183,6 +174,17 @@ class Case:
         token_ids = [self.token_ids[a:b].tolist() for a, b in spans]
         self.drafter.absorb(rows, Decided.pad(token_ids, [self.features[a - 1 : b - 1] for a, b in spans]))
 
+    def assert_trees_are_the_twins(self, chosen, ends, chunk=16):
+        """Read a prompt, show some of its positions, and draft a tree after each of several ends of the text."""
+        length = ends[0]
+        self.prefill(0, length, chunk)
+        shown = [position for position in chosen if position < length]
+        self.drafter.select(0, torch.tensor(shown))
+        for first, last in pairwise(ends):
+            self.absorb([0], [first], [last])
+            read = range(length - 1, last - 1)
+            self.assert_tree_is_the_twins(0, [*(slot for slot in shown if slot < length - 1), *read])
+
     def assert_tree_is_the_twins(self, row, visible):
         """Every node's weight is the twin's, and the first level has the twin's best."""
         [tree] = self.drafter.propose([row])
@@ -198,24 +200,32 @@ class Case:
         assert max(map(len, paths)) >= 2, "outputs of the head's own were used"
 
 
+WINDOWED = {"layer_types": ["sliding_attention"], "sliding_window": 7}
+CHOSEN = [*range(8), *range(24, 40)]
+"""Positions that a draft sees of a prompt."""
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """A target, and a head in every format and variant."""
     folder = tmp_path_factory.mktemp("published")
     model = tiny_model(FAMILIES["llama"], 0)
     drafts = {name: write(folder / name, model) for name, write in WRITERS.items()}
-    return SimpleNamespace(target=write_model(model, folder / "target"), drafts=drafts)
+    drafts["eagle3-windowed"] = WRITERS["eagle3"](folder / "eagle3-windowed", model)
+    edit_json(folder / "eagle3-windowed" / "config.json", **WINDOWED)
+    return Pair(write_model(model, folder / "target"), drafts)
 
 
-@pytest.mark.parametrize("variant, length, chunk", covering([*WRITERS], [1, 2, 40], [1, 7, 512]))
+@pytest.mark.parametrize(
+    "variant, length, chunk", covering([*WRITERS, "eagle3-windowed"], [40, 2, 1], [16, 1, 512], strength=2)
+)
 @torch.inference_mode()
-def test_a_head_equals_its_twin(variant, length, chunk, pair):
-    """Order of the concatenation, place of each norm, residual, what is fed back, ids: any slip changes a weight."""
-    case = Case(pair, variant)
-    case.prefill(0, length, chunk)
-    case.drafter.select(0, torch.arange(length))
-    case.absorb([0], [length], [length + 1])
-    case.assert_tree_is_the_twins(0, list(range(length)))
+def test_trees_of_a_head_are_its_twins(variant, length, chunk, pair):
+    """Order of the concatenation, place of each norm, residual, what is fed back, ids: any slip changes a weight.
+
+    Keys are kept before RoPE and turned to their slots, by each head's own frequencies.
+    """
+    Case.of_head(pair, variant).assert_trees_are_the_twins(CHOSEN, [length, length + 1, length + 5, length + 6], chunk)
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -228,105 +238,23 @@ def test_trees_are_golden_in_both_ways_of_counting_layers(ids, tmp_path):
     model = tiny_model(FAMILIES["llama"], 0, num_layers=8)
     head = WRITERS["eagle3"](tmp_path / "head", model)
     edit_json(tmp_path / "head" / "config.json", **ids)
-    pair = SimpleNamespace(target=write_model(model, tmp_path / "target"), drafts={"eagle3": head})
-    case = Case(pair, "eagle3", boundaries=(2, 4, 5))
-    case.prefill(0, 40, 16)
-    case.drafter.select(0, torch.arange(40))
-    case.absorb([0], [40], [41])
-    case.assert_tree_is_the_twins(0, list(range(40)))
-
-
-@pytest.mark.parametrize("variant", WRITERS)
-@torch.inference_mode()
-def test_rounds_and_selections_equal_a_fresh_run(variant, pair):
-    """Keys are kept before RoPE and turned to their slots, by each head's own frequencies."""
-    case = Case(pair, variant)
-    case.prefill(0, 40, 16)
-    chosen = [*range(8), *range(24, 40)]
-    case.drafter.select(0, torch.tensor(chosen))
-    for first, last in itertools.pairwise([40, 41, 45, 46]):
-        case.absorb([0], [first], [last])
-        case.assert_tree_is_the_twins(0, [*(slot for slot in chosen if slot < 39), *range(39, last - 1)])
-
-
-@torch.inference_mode()
-def test_a_layer_with_a_window_sees_the_last_slots_alone(tmp_path):
-    """Also of those that a retrieval chose, and along a path of the tree."""
-    model = tiny_model(FAMILIES["llama"], 0)
-    head = WRITERS["eagle3"](tmp_path / "head", model)
-    edit_json(tmp_path / "head" / "config.json", layer_types=["sliding_attention"], sliding_window=7)
-    case = Case(SimpleNamespace(target=write_model(model, tmp_path / "target"), drafts={"eagle3": head}), "eagle3")
-    case.prefill(0, 40, 16)
-    chosen = [*range(8), *range(36, 40)]
-    case.drafter.select(0, torch.tensor(chosen))
-    for first, last in itertools.pairwise([40, 41, 44]):
-        case.absorb([0], [first], [last])
-        case.assert_tree_is_the_twins(0, [*(slot for slot in chosen if slot < 39), *range(39, last - 1)])
+    pair = Pair(write_model(model, tmp_path / "target"), {"eagle3": head})
+    Case.of_head(pair, "eagle3", boundaries=(2, 4, 5)).assert_trees_are_the_twins(range(40), [40, 41])
 
 
 @pytest.mark.parametrize("variant", ["eagle1", "eagle3"])
 @torch.inference_mode()
 def test_a_batch_of_unequal_rows_is_each_row_alone(pair, variant):
     """Rows absorb one, three and four tokens at once; padding must not reach a neighbour or the row itself."""
-    case = Case(pair, variant)
+    case = Case.of_head(pair, variant)
     lengths = [5, 60, 31]
-    news = [1, 4, 3]
+    ends = [6, 64, 34]
     for row, length in enumerate(lengths):
         case.prefill(row, length, 16)
         case.drafter.select(row, torch.arange(length))
-    case.absorb([0, 1, 2], lengths, [length + new for length, new in zip(lengths, news, strict=True)])
+    case.absorb([0, 1, 2], lengths, ends)
     together = [*case.drafter.propose([0, 1, 2])]
-    for row, (length, new) in enumerate(zip(lengths, news, strict=True)):
-        case.assert_tree_is_the_twins(row, list(range(length + new - 1)))
+    for row, end in enumerate(ends):
+        case.assert_tree_is_the_twins(row, list(range(end - 1)))
         [alone] = case.drafter.propose([row])
         assert torch.equal(together[row].token_ids, alone.token_ids)
-
-
-class Clairvoyant:
-    """Proposes two right tokens and a wrong one, and notes the features that the drafter behind it is given."""
-
-    def __init__(self, drafter, token_ids):
-        self.drafter = drafter
-        self.token_ids = token_ids
-        self.prefilled = []
-        self.absorbed = []
-
-    def __getattr__(self, name):
-        return getattr(self.drafter, name)
-
-    def prefill(self, row, token_ids, hidden):
-        self.prefilled.append(hidden)
-        self.drafter.prefill(row, token_ids, hidden)
-
-    def absorb(self, rows, decided):
-        self.absorbed.append(decided.features[0, : len(decided.token_ids[0])])
-        self.drafter.absorb(rows, decided)
-
-    def propose(self, rows, num_drafts=None):
-        assert self.drafter.propose(rows, num_drafts)
-        done = sum(map(len, self.absorbed))
-        root, *following = [*self.token_ids, 0, 0][done - 1 : done + 2]
-        chain = torch.tensor([[root, *following, 0]])
-        depths = torch.arange(4).unsqueeze(0)
-        return DraftTrees(chain, depths - 1, depths, -depths.float(), [4])
-
-
-@pytest.mark.parametrize("draft", ["eagle1", "eagle3"])
-def test_the_engine_hands_over_the_features_before_each_token(draft, tmp_path):
-    """Of prompts of several chunks and of accepted paths; wrong ones would cost acceptance and show nowhere else."""
-    pair = write_pair(tmp_path, FAMILIES["llama"])
-    prompt = random_prompt(600)
-    [plain] = tiny_engine(pair, decoding__mode="autoregressive").generate([request("a", prompt, 24)])
-    engine = engine_with(tiny_config(pair, draft), lambda drafter: Clairvoyant(drafter, plain.token_ids))
-    seen = engine.drafter
-    [completion] = engine.generate([request("a", prompt, 24)])
-    assert completion.token_ids == plain.token_ids
-    assert completion.stats.num_accepted_tokens >= 12
-    with torch.inference_mode():
-        text = torch.tensor([prompt + completion.token_ids])
-        states = load_reference(pair)(text, output_hidden_states=True, use_cache=False).hidden_states
-    # transformers' last entry is normed, so of the three layers' outputs two can be compared
-    expected = states[-1][0] if draft == "eagle1" else torch.cat(states[1:3], -1)[0]
-    prefilled, absorbed = (torch.cat(part)[:, : expected.shape[-1]] for part in (seen.prefilled, seen.absorbed))
-    torch.testing.assert_close(prefilled, expected[:600], atol=2e-4, rtol=1e-4)
-    torch.testing.assert_close(absorbed, expected[599 : 599 + len(absorbed)], atol=2e-4, rtol=1e-4)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specextend.cli.command import call
 from specextend.cli.prepare import prepare
@@ -15,7 +15,7 @@ from specextend.drafters.formats import convert_head, read_head
 from specextend.models.causal_lm import TargetOptions
 from specextend.models.model_files import ModelError
 from specextend.models.pairing import check_pair, describe_features, pair_hashes
-from tests.models.conftest import edit_json
+from tests.models.conftest import edit_json, edit_tensors
 from tests.published_heads import WRITERS
 from tests.refused import refused
 from tests.tiny_models import FAMILIES, tiny_model, write_eagle, write_model
@@ -50,13 +50,6 @@ def write(tmp_path):
         return tmp_path / "head"
 
     return write
-
-
-def edit_tensors(folder, **change):
-    """Replace tensors; a dot of a name is written `__`; None removes one."""
-    tensors = load_file(folder / "model.safetensors")
-    tensors |= {name.replace("__", "."): tensor for name, tensor in change.items()}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
 
 
 def pair_of(target, head):
@@ -107,16 +100,6 @@ def test_the_layers_are_those_that_the_head_was_trained_with(values, layers, why
     assert read_head(folder).hidden_layers(32, (3, 4, 5)) == (3, 4, 5)
 
 
-def test_the_residual_is_normed_as_the_format_says(write):
-    """Files of `speculators` leave the key out and mean true, others false; a value that is there counts."""
-    key = "norm_before_residual"
-    assert not read_head(write("eagle3")).norm_before_residual
-    folder = write("speculators-eagle3")
-    assert read_head(folder).norm_before_residual
-    edit_json(folder / "config.json", **{key: False})
-    assert not read_head(folder).norm_before_residual
-
-
 @pytest.mark.parametrize("variant, layers", [("eagle3", (0, 1)), ("eagle1", (1,))])
 def test_chosen_layers_must_be_as_many_as_the_head_takes(variant, layers, write, target):
     """A head of another size would fail inside the first prompt; one that takes none would ignore them."""
@@ -158,34 +141,34 @@ def test_a_config_that_is_not_served_says_why(values, message, write, target):
 @pytest.mark.parametrize(
     "variant, change, message",
     [
-        ("eagle3", {"fc__weight": torch.zeros(48, 96)}, "(EAGLE-3): fc.weight is [48, 96], config.json says [48, 144]"),
+        ("eagle3", {"fc.weight": torch.zeros(48, 96)}, "(EAGLE-3): fc.weight is [48, 96], config.json says [48, 144]"),
         ("eagle3", {"d2t": torch.full((60,), 61)}, "60 different token ids below 120; it leads to 60, from 61 to 120"),
         (
             "eagle3",
-            {"fc__weight": torch.zeros(48, 144).to(torch.float8_e4m3fn)},
+            {"fc.weight": torch.zeros(48, 144).to(torch.float8_e4m3fn)},
             "fc.weight is F8_E4M3; served are BF16",
         ),
         (
             "eagle3",
-            {"medusa__weight": torch.zeros(2)},
+            {"medusa.weight": torch.zeros(2)},
             "(EAGLE-3) has the tensor medusa.weight, which config.json does not describe",
         ),
-        ("eagle3", {"model__fc__weight": torch.zeros(48, 144)}, "twice, also as"),
+        ("eagle3", {"model.fc.weight": torch.zeros(48, 144)}, "twice, also as"),
         ("ours", {"draft_token_ids": torch.tensor([3, 2, 1])}, "draft_token_ids must be ascending ids from 0 to 119"),
         ("ours", {"draft_token_ids": torch.tensor([1, 2, 120])}, "draft_token_ids must be ascending ids from 0 to 119"),
         (
             "ours",
-            {"fc__bias": torch.zeros(48)},
+            {"fc.bias": torch.zeros(48)},
             "(specextend-eagle) has the tensor fc.bias, which config.json does not describe",
         ),
-        ("eagle1", {"fc__weight": None}, "in no known format; known are specextend-eagle (our own), EAGLE-1/2 and"),
-        ("speculators-eagle", {"fusion_fc__bias": None}, "(speculators eagle) lacks the tensor fc.bias"),
+        ("eagle1", {"fc.weight": None}, "in no known format; known are specextend-eagle (our own), EAGLE-1/2 and"),
+        ("speculators-eagle", {"fusion_fc.bias": None}, "(speculators eagle) lacks the tensor fc.bias"),
     ],
 )
 def test_tensors_that_the_format_does_not_have_are_refused(variant, change, message, write, target):
     """A tensor more or less is another network than the one we compute."""
     folder = write(variant)
-    edit_tensors(folder, **change)
+    edit_tensors(folder, change)
     assert message in refusal(target, folder)
 
 
@@ -199,16 +182,10 @@ def test_tensors_that_the_format_does_not_have_are_refused(variant, change, mess
     ],
     ids=["switched off", "full", "as long as the context", "neutral"],
 )
-def test_keys_that_change_nothing_are_passed_over(values, write, target):
-    """Published files are full of them."""
-    assert check_pair(*pair_of(target, write("eagle3", **values)))
-
-
-def test_left_over_buffers_are_no_reason_to_refuse(write, target):
-    """Training code saves what it has: rotary frequencies, masks, the verifier's own head."""
-    folder = write("eagle3")
-    left = {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(6), "mask": torch.ones(2)}
-    save_file(load_file(folder / "model.safetensors") | left, folder / "model.safetensors")
+def test_what_changes_nothing_is_passed_over(values, write, target):
+    """Published files are full of such keys, and of tensors that training left: rotary frequencies, masks."""
+    folder = write("eagle3", **values)
+    edit_tensors(folder, {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(6), "mask": torch.ones(2)})
     assert check_pair(*pair_of(target, folder))
 
 

@@ -1,9 +1,11 @@
 """Tiny random checkpoints, written as a user would have them: with `save_pretrained`."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -51,3 +53,10 @@ def edit_json(path, **values):
     """Change keys of a JSON file; a value of None removes the key."""
     merged = json.loads(path.read_text()) | values
     path.write_text(json.dumps({key: value for key, value in merged.items() if value is not None}))
+
+
+def edit_tensors(folder, changes, rename=str, file="model.safetensors"):
+    """Change tensors of a checkpoint, of which None removes one, and all names by `rename`."""
+    path = Path(folder, file)
+    merged = {rename(name): tensor for name, tensor in (load_file(path) | changes).items() if tensor is not None}
+    save_file(merged, path, {"format": "pt"})

@@ -5,13 +5,13 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from specextend.config import RunConfig
 from specextend.models.causal_lm import TargetOptions, check_model, load_causal_lm
 from specextend.models.model_files import ModelError
 from specextend.models.pairing import check_pair, pair_hashes
-from tests.models.conftest import edit_json
+from tests.models.conftest import edit_json, edit_tensors
 from tests.models.test_checkpoints import write_packed  # noqa: F401
 from tests.refused import refused
 
@@ -153,9 +153,7 @@ def test_an_adapter_of_another_model_is_refused_before_ray_starts(write_model, t
     """By the headers of its file."""
     folder = tmp_path / "adapter"
     write_adapter(folder, SHAPES)
-    file = folder / "adapter_model.safetensors"
-    merged = {name: each for name, each in (load_file(file) | tensors).items() if each is not None}
-    save_file(merged, file)
+    edit_tensors(folder, tensors, file="adapter_model.safetensors")
     assert message in refused(check_model, str(write_model()), str(folder), kind=ModelError)
 
 

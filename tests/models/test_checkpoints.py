@@ -10,33 +10,25 @@ from specextend.cli.machine import check
 from specextend.models.causal_lm import TargetOptions, check_model, load_causal_lm, target_bytes
 from specextend.models.checkpoints import open_weights, read_packing, read_weights
 from specextend.models.model_files import ModelError, read_folder
-from tests.models.conftest import edit_json
-from tests.reference_outputs import generate
+from tests.models.conftest import edit_json, edit_tensors
 from tests.refused import refused
-from tests.tiny_models import Pair, random_prompt, request, tiny_engine
 
 SHAPE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 48}
 """No multiples of 128: 192 columns are two blocks, of which one is half."""
 GROUP = 64
 
 
-def float8(codes):
-    """E4M3: sign, four bits of exponent, three of mantissa; no infinities."""
-    sign, exponent, mantissa = np.where(codes >> 7, -1.0, 1.0), codes >> 3 & 15, codes & 7
-    return sign * np.where(exponent, 2.0 ** (exponent - 7.0) * (1 + mantissa / 8), 2.0**-6 * mantissa / 8)
-
-
 def draw_float8(rng, shape):
     """Codes of random finite numbers, and the numbers."""
     codes = rng.integers(0, 256, shape)
     codes[(codes & 127) == 127] = 0
-    return torch.from_numpy(codes.astype(np.uint8)).view(torch.float8_e4m3fn), float8(codes)
+    stored = torch.from_numpy(codes.astype(np.uint8)).view(torch.float8_e4m3fn)
+    return stored, stored.double().numpy()
 
 
 def spread(scales, shape, block):
     """The scale of each weight, by the definition."""
-    height, width = block
-    return np.array([[scales[o // height, i // width] for i in range(shape[1])] for o in range(shape[0])])
+    return scales.repeat(block[0], 0).repeat(block[1], 1)[: shape[0], : shape[1]]
 
 
 def pack(fields, bits):
@@ -72,59 +64,60 @@ def int8_channels(rng, shape):
     return {"weight": tensor(numbers.astype(np.int8)), "weight_scale": tensor(scales)}, numbers * scales
 
 
-def pack_quantized(bits, group, has_offsets=False, has_order=False, packs_offsets=True):
+def grouped(bits, group, store, *, has_order=False):
+    """Draw numbers and offsets in groups of inputs, which `store` names in its layout."""
+
     def write(rng, shape):
         groups = np.arange(shape[1]) // (group if group > 0 else shape[1])
         if has_order:
             groups = rng.permutation(groups)
         numbers = rng.integers(0, 1 << bits, shape)
         scales = random_scales(rng, shape[0], groups.max() + 1)
-        offsets = np.full(scales.shape, 1 << bits - 1)
-        parts = {
-            "weight_packed": pack(numbers, bits),
-            "weight_scale": tensor(scales),
-            "weight_shape": torch.tensor(shape),
-        }
-        if has_offsets:
-            offsets = rng.integers(0, 1 << bits, scales.shape)
-            older = (offsets - (1 << bits - 1)).astype(np.int8)
-            parts["weight_zero_point"] = tensor(pack(offsets.T, bits).numpy().T if packs_offsets else older)
+        offsets = rng.integers(1, 1 << bits, scales.shape)
+        parts, offsets = store(bits, numbers, scales, offsets)
         if has_order:
-            parts["weight_g_idx"] = tensor(groups.astype(np.int32))
+            parts["weight_g_idx" if "weight_packed" in parts else "g_idx"] = tensor(groups.astype(np.int32))
         return parts, (numbers - offsets[:, groups]) * scales[:, groups]
 
     return write
 
 
-def awq(rng, shape):
-    numbers = rng.integers(0, 16, shape[::-1])
-    scales = random_scales(rng, shape[1] // GROUP, shape[0])
-    offsets = rng.integers(0, 16, scales.shape)
+def transposed(packed):
+    return tensor(packed.numpy().T)
 
+
+def pack_quantized(offsets_as):
+    """compressed-tensors: no offsets but the middle, packed ones, or those of older releases."""
+
+    def store(bits, numbers, scales, offsets):
+        shape = torch.tensor(numbers.shape)
+        parts = {"weight_packed": pack(numbers, bits), "weight_scale": tensor(scales), "weight_shape": shape}
+        middle = 1 << bits - 1
+        if offsets_as == "packed":
+            parts["weight_zero_point"] = transposed(pack(offsets.T, bits))
+        elif offsets_as == "older":
+            parts["weight_zero_point"] = tensor((offsets - middle).astype(np.int8))
+        return parts, offsets if offsets_as else np.full(scales.shape, middle)
+
+    return store
+
+
+def awq(bits, numbers, scales, offsets):
     def packed(fields):
         order = np.arange(fields.shape[1]).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].ravel()
-        return pack(fields[:, order], 4)
+        return pack(fields[:, order], bits)
 
-    groups = np.arange(shape[1]) // GROUP
-    parts = {"qweight": packed(numbers), "qzeros": packed(offsets), "scales": tensor(scales)}
-    return parts, ((numbers - offsets[groups]) * scales[groups]).T
+    return {"qweight": packed(numbers.T), "qzeros": packed(offsets.T), "scales": tensor(scales.T)}, offsets
 
 
-def gptq(bits, offset):
-    def write(rng, shape):
-        groups = rng.permutation(np.arange(shape[1]) // GROUP)
-        numbers = rng.integers(0, 1 << bits, shape[::-1])
-        scales = random_scales(rng, groups.max() + 1, shape[0])
-        offsets = rng.integers(1, 1 << bits, scales.shape)
-        parts = {
-            "qweight": tensor(pack(numbers.T, bits).numpy().T),
-            "qzeros": pack(offsets - offset, bits),
-            "scales": tensor(scales),
-            "g_idx": tensor(groups.astype(np.int32)),
-        }
-        return parts, ((numbers - offsets[groups]) * scales[groups]).T
+def gptq(less):
+    """GPTQ, whose first version stores offsets less one."""
 
-    return write
+    def store(bits, numbers, scales, offsets):
+        zeros = pack((offsets - less).T, bits)
+        return {"qweight": transposed(pack(numbers, bits)), "qzeros": zeros, "scales": tensor(scales.T)}, offsets
+
+    return store
 
 
 def compressed(kind, **weights):
@@ -140,6 +133,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 BLOCKS = {"weight_block_size": [128, 128]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
+PACKED = compressed("pack-quantized", group_size=GROUP)
 FORMATS = {
     "fp8, one scale": (FP8, blocks_of_float8("weight_scale", (-1, -1))),
     "fp8, blocks": (FP8 | BLOCKS, blocks_of_float8("weight_scale_inv", (128, 128))),
@@ -150,19 +144,19 @@ FORMATS = {
         blocks_of_float8("weight_scale", (128, 128)),
     ),
     "compressed int8, channels": (compressed("int-quantized"), int8_channels),
-    "packed int4": (compressed("pack-quantized", group_size=GROUP), pack_quantized(4, GROUP)),
-    "packed int4, half a group at the end": (compressed("pack-quantized", group_size=128), pack_quantized(4, 128)),
-    "packed int4, offsets": (compressed("pack-quantized", group_size=GROUP), pack_quantized(4, GROUP, True)),
-    "packed int4, older offsets": (
-        compressed("pack-quantized", group_size=GROUP),
-        pack_quantized(4, GROUP, True, packs_offsets=False),
+    "packed int4": (PACKED, grouped(4, GROUP, pack_quantized(None))),
+    "packed int4, half a group at the end": (
+        compressed("pack-quantized", group_size=128),
+        grouped(4, 128, pack_quantized(None)),
     ),
-    "packed int4, order": (compressed("pack-quantized", group_size=GROUP), pack_quantized(4, GROUP, True, True)),
-    "packed int8, channels": (compressed("pack-quantized"), pack_quantized(8, -1)),
-    "awq": (AWQ, awq),
-    "gptq": (GPTQ, gptq(4, 1)),
-    "gptq of 8 bits": (GPTQ | {"bits": 8}, gptq(8, 1)),
-    "gptq v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq(4, 0)),
+    "packed int4, offsets": (PACKED, grouped(4, GROUP, pack_quantized("packed"))),
+    "packed int4, older offsets": (PACKED, grouped(4, GROUP, pack_quantized("older"))),
+    "packed int4, order": (PACKED, grouped(4, GROUP, pack_quantized("packed"), has_order=True)),
+    "packed int8, channels": (compressed("pack-quantized"), grouped(8, -1, pack_quantized(None))),
+    "awq": (AWQ, grouped(4, GROUP, awq)),
+    "gptq": (GPTQ, grouped(4, GROUP, gptq(1), has_order=True)),
+    "gptq of 8 bits": (GPTQ | {"bits": 8}, grouped(8, GROUP, gptq(1), has_order=True)),
+    "gptq v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, grouped(4, GROUP, gptq(0), has_order=True)),
 }
 
 
@@ -242,10 +236,7 @@ def test_parts_that_are_missing_or_do_not_fit_are_one_line_at_the_start(
 ):
     """An interrupted download: a worker would find it minutes later, or decode with other weights."""
     folder, _ = write_packed(name)
-    file = folder / "model.safetensors"
-    renamed = {f"model.layers.0.mlp.down_proj.{end}": part for end, part in changes.items()}
-    parts = {key: part for key, part in (load_file(file) | renamed).items() if part is not None}
-    save_file(parts, file, {"format": "pt"})
+    edit_tensors(folder, {f"model.layers.0.mlp.down_proj.{end}": part for end, part in changes.items()})
     assert message in refused(check_model, str(folder), kind=ModelError)
     monkeypatch.setenv("RAY_ADDRESS", "nowhere:1")  # would fail if it were asked
     options = ["--config", "tiny-random", "--set", f"target.model={folder}", "--set", "decoding.mode=autoregressive"]
@@ -256,26 +247,10 @@ def test_parts_that_are_missing_or_do_not_fit_are_one_line_at_the_start(
 def test_an_offset_that_format_gptq_cannot_store_is_refused(write_packed):
     """Readers disagree on it: 0 in one, 16 in another, and the next column's changed in a third."""
     folder, _ = write_packed("gptq")
-    file = folder / "model.safetensors"
-    name = "model.layers.0.mlp.down_proj.qzeros"
-    save_file(load_file(file) | {name: torch.full((5, 24), -1, dtype=torch.int32)}, file, {"format": "pt"})
+    edit_tensors(folder, {"model.layers.0.mlp.down_proj.qzeros": torch.full((5, 24), -1, dtype=torch.int32)})
     assert "an offset of 0, which format gptq cannot store" in refused(
         load_causal_lm, str(folder), "float32", "cpu", kind=ModelError
     )
-
-
-def test_an_engine_decodes_a_packed_target_with_a_packed_draft(write_packed):
-    """The same tokens as transformers' with the same weights in a plain folder."""
-    folder, expected = write_packed("packed int4, order", initializer_range=0.5)
-    stock = load_causal_lm(str(folder), "float32", "cpu")
-    stock.load_state_dict(expected)
-    prompts = [random_prompt(length, vocab_size=64) for length in (20, 60, 100)]
-    own = [generate(stock, prompt, 24).token_ids for prompt in prompts]
-    engine = tiny_engine(Pair(str(folder), {"same": str(folder)}), "same", attention__backend="sdpa")
-    completions = list(engine.generate([request(str(n), prompt, 24) for n, prompt in enumerate(prompts)]))
-    assert [own[int(each.request_id)] for each in completions] == [each.token_ids for each in completions]
-    assert sum(each.stats.num_accepted_tokens for each in completions) > 10
-    assert len(set().union(*own)) > 10
 
 
 @pytest.mark.parametrize(

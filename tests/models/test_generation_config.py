@@ -20,14 +20,13 @@ MAX_NEW_TOKENS = 40
 PROMPTS = {str(length): random_prompt(length) for length in (60, 25, 300)}
 PENALTIES = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
 NEUTRAL = {"num_beams": 1, "length_penalty": 1.0, "min_length": 0, "temperature": 0.6, "sequence_bias": None}
-MODES = {"autoregressive": "good", "tree": "good", "retrieval": "merged-good", "streaming": "eagle"}
+MODES = {"autoregressive": "good", "retrieval": "merged-good"}
 
 
 @pytest.fixture(scope="module")
-def plain(pair):
+def plain(references):
     """What transformers gives without any of it."""
-    model = load_reference(pair)
-    return {name: generate(model, prompt, MAX_NEW_TOKENS).token_ids for name, prompt in PROMPTS.items()}
+    return {name: references("llama", int(name), MAX_NEW_TOKENS).token_ids for name in PROMPTS}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def asking(pair, plain, tmp_path_factory):
     return replace(pair, target=str(target))
 
 
-def references(pair, **changes):
+def changed(pair, **changes):
     """What transformers gives by itself, after changes of the generation config that it found."""
     model = load_reference(pair)
     model.generation_config.update(**changes)
@@ -49,7 +48,7 @@ def references(pair, **changes):
 
 @pytest.fixture(scope="module")
 def own(asking):
-    return references(asking)
+    return changed(asking)
 
 
 def outputs(engine, **sampling):
@@ -69,7 +68,7 @@ def test_a_request_that_sets_a_penalty_gets_its_own(asking, own):
     """1 and 0 switch off what the model asks; what it never writes stays so."""
     off = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
     found = outputs(tiny_engine(asking, attention__backend="sdpa", decoding__max_batch_size=3), **off)
-    assert found == references(asking, **off)
+    assert found == changed(asking, **off)
     assert found != own
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.peers import gguf_tensors
+from benchmarks.peers import add_shape, gguf_tensors
 from specextend.cli.command import call
 from specextend.cli.prepare import prepare
 from specextend.models.causal_lm import check_model, load_causal_lm, load_tokenizer, rope_frequencies
@@ -22,15 +22,8 @@ def write_gguf(path, model, tokenizer, add=lambda writer: None, leave_out=""):
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    add_shape(writer, config)
     writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([token for token, _ in vocabulary])
@@ -50,13 +43,21 @@ def write_gguf(path, model, tokenizer, add=lambda writer: None, leave_out=""):
 
 
 @pytest.fixture
-def folder_and_file(write_model, tmp_path):
-    """The same random model as a folder and as a GGUF file."""
-    folder = write_model()
-    file = tmp_path / "tiny.gguf"
-    model = load_causal_lm(str(folder), "float32", "cpu")
-    write_gguf(file, model, load_tokenizer(str(folder)))
-    return folder, file
+def write(write_model, tmp_path):
+    """Write a random model with large heads as a folder and as a GGUF file; return both."""
+
+    def write(**changes):
+        folder = write_model(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
+        model = load_causal_lm(str(folder), "float32", "cpu")
+        write_gguf(tmp_path / "tiny.gguf", model, load_tokenizer(str(folder)), **changes)
+        return folder, tmp_path / "tiny.gguf"
+
+    return write
+
+
+@pytest.fixture
+def folder_and_file(write):
+    return write()
 
 
 def unpack(file, folder, *arguments):
@@ -129,16 +130,9 @@ def scaled(kind, also=lambda writer: None):
 
 
 @pytest.fixture
-def convert(write_model, tmp_path):
-    """Writes a GGUF file of a model with large heads, and unpacks it; returns the exit code."""
-    folder = write_model(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
-    model = load_causal_lm(str(folder), "float32", "cpu")
-
-    def convert(**changes):
-        write_gguf(tmp_path / "tiny.gguf", model, load_tokenizer(str(folder)), **changes)
-        return unpack(tmp_path / "tiny.gguf", tmp_path / "made")
-
-    return convert
+def convert(write, tmp_path):
+    """Write a file, and unpack it; return the exit code."""
+    return lambda **changes: unpack(write(**changes)[1], tmp_path / "made")
 
 
 def test_digits_are_parted_as_the_file_says(convert, tmp_path):

@@ -2,24 +2,17 @@
 
 import huggingface_hub.constants
 import pytest
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specextend.cluster.exits import exit_code_of_command
 from specextend.decoding.decoding_options import DraftOptions
 from specextend.models.causal_lm import TargetOptions, check_model, load_causal_lm
 from specextend.models.model_files import HubUnreachableError, ModelError, identify, resolve_revision
-from specextend.models.pairing import check_files, check_pair, pair_hashes
+from specextend.models.pairing import check_pair, pair_hashes
 from tests.models.conftest import edit_json
 
 NAME = "owner/target"
 WEIGHTS = "model.safetensors"
-
-
-def change(folder):
-    """Other bytes of the same size in a checkpoint."""
-    weights = load_file(folder / WEIGHTS)
-    save_file({name: weight + 1 for name, weight in weights.items()}, folder / WEIGHTS, {"format": "pt"})
 
 
 def test_a_pair_is_checked_and_identified_without_its_weights(hub, write_model):
@@ -65,23 +58,6 @@ def test_a_repository_of_pickles_alone_is_refused_unopened(hub, write_model):
     with pytest.raises(ModelError, match=r"it has none .*hf download"):
         check_model(NAME)
     assert "pytorch_model.bin" not in hub.fetched
-
-
-def test_a_branch_is_resolved_once_and_its_commit_is_what_is_loaded(hub, write_model):
-    """Workers start over hours, and `main` moves in between: each would load what it finds."""
-    folder = write_model()
-    first = hub.push(NAME, folder)
-    commit = resolve_revision(NAME)
-    assert commit == resolve_revision(f"{NAME}@main") == first
-    before = pair_hashes(TargetOptions(model=f"{NAME}@{commit}"), None)
-    change(folder)
-    assert hub.push(NAME, folder) == resolve_revision(f"{NAME}@main") != commit
-    options = TargetOptions(model=f"{NAME}@{commit}", dtype="float32")
-    check_files(options, None, before)
-    loaded = load_causal_lm(options.model, options.dtype, "cpu").state_dict()["model.norm.weight"]
-    assert loaded.max() == 1.0, "a norm before the change"
-    with pytest.raises(ModelError, match=r"the target in owner/target on .* is not the run's"):
-        check_files(TargetOptions(model=NAME), None, before)
 
 
 @pytest.mark.parametrize("way", ["down", "gone", "offline"])

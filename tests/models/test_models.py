@@ -14,7 +14,7 @@ from specextend.cli.run import plan
 from specextend.models.causal_lm import TargetOptions, check_model, load_causal_lm, read_facts, target_device
 from specextend.models.model_files import ModelError, identify
 from specextend.models.pairing import check_pair
-from tests.models.conftest import edit_json
+from tests.models.conftest import edit_json, edit_tensors
 from tests.refused import refused
 
 DRAFTLESS = ["--set", "decoding.mode=autoregressive", "--set", "target.dtype=float32"]
@@ -213,13 +213,6 @@ def test_an_index_is_part_of_the_hash_and_its_files_must_be_there(write_model):
     assert "has no model-00001-of-00001.safetensors, which its" in refusal(folder, check_model)
 
 
-def change(folder, tensors, rename=str):
-    """Give a checkpoint other tensors; None takes one away. rename: what becomes of all names."""
-    file = folder / "model.safetensors"
-    merged = {rename(name): tensor for name, tensor in (load_file(file) | tensors).items() if tensor is not None}
-    save_file(merged, file, {"format": "pt"})
-
-
 NORM = "model.norm.weight"
 
 
@@ -243,7 +236,7 @@ NORM = "model.norm.weight"
 def test_weights_that_config_json_does_not_describe_are_refused_by_name(write_model, tensors, message):
     """A bias that is dropped, or a layer too many, is another model, which answers like a bad one."""
     folder = write_model()
-    change(folder, tensors)
+    edit_tensors(folder, tensors)
     assert message in refusal(folder, check_model)
 
 
@@ -259,9 +252,9 @@ def test_what_follows_from_the_config_may_be_there_or_not(write_model, is_bare):
     folder = write_model(tie_word_embeddings=True)
     whole = load(folder).state_dict()
     left = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": whole["lm_head.weight"]}
-    change(folder, left, (lambda name: name.removeprefix("model.")) if is_bare else str)
+    edit_tensors(folder, left, (lambda name: name.removeprefix("model.")) if is_bare else str)
     assert holds(folder, whole)
-    change(folder, {"lm_head.weight": whole["lm_head.weight"] + 1})
+    edit_tensors(folder, {"lm_head.weight": whole["lm_head.weight"] + 1})
     assert "has an LM head of its own" in refusal(folder, load)
 
 
@@ -325,9 +318,6 @@ def test_experts_of_a_checkpoint_are_joined_and_a_missing_one_is_named(write_mod
     folder = write_model(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     assert check_model(str(folder)).is_fused is False
     load(folder)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    tensors.pop("model.layers.1.mlp.experts.3.up_proj.weight")
-    save_file(tensors, file, metadata={"format": "pt"})
+    edit_tensors(folder, {"model.layers.1.mlp.experts.3.up_proj.weight": None})
     with pytest.raises(ModelError, match=r"has weights that do not make a Qwen3MoeForCausalLM"):
         load(folder)
