@@ -20,7 +20,6 @@ from specextend.proof.prover import Kernels
 from tests.attention.calls import attend_tree_slowly
 from tests.tiny_models import engine_with, tiny_config
 
-Outputs = tuple[Tensor, ...]
 DOWNLOADS = ("_local_scalar_dense", "nonzero", "unique", "_unique", "masked_select", "equal")
 """Beginnings of the names of operators whose result the host reads, or whose shape depends on values."""
 
@@ -108,35 +107,23 @@ def _attend_tree(
     return attend_tree_slowly(q, k, v, starts, lengths, visible, num_masked, scale)
 
 
-def captured_engine(pair, draft, graphs, adaptive=None, *, any_head=True, prompts="triton", **changes):
+def captured_engine(pair, draft, graphs, adaptive=None, *, prompts="triton", **changes):
     """An engine as on a GPU with the Triton kernel, whose steps go through `graphs`.
 
     Chunks of prompts have a kernel that a proof may choose beside it: `triton`, whose own is another one, or any other
     name, which stands for a kernel that reads places on the host.
     """
     config = tiny_config(pair, draft, attention__backend="reference", attention__tree="dense", **changes)
-
-    def load(name, device):
-        return backend_triton(any_head=any_head) if name == "triton" else attend_reference
-
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_kernel, "attend_triton", attend_on_device)
+        patch.setattr(tree_kernel, "serves", has_few_rows)
+        patch.setattr(backends, "attend_cuda", attend_reference)
+        patch.setattr(backends, "find_flash_attn", lambda: None)
+        triton = load_backend("triton", torch.device("cuda"))
+        load = lambda name, device: triton if name == "triton" else attend_reference  # noqa: E731
         patch.setattr("specextend.proof.prover.load_backend", load)
         kernels = Kernels(prompts=prompts, steps="triton")
         return engine_with(config, kernels=kernels, graphs=graphs, adaptive=adaptive)
-
-
-def backend_triton(*, any_head):
-    """The backend `triton`, with the kernel's twin in its place, and the reference in that of torch's kernels.
-
-    The kernel takes heads of 64 and 128 elements only; `any_head` lets it take the small ones of tiny models.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_kernel, "attend_triton", attend_on_device)
-        patch.setattr(backends, "attend_cuda", attend_reference)
-        patch.setattr(backends, "find_flash_attn", lambda: None)
-        if any_head:
-            patch.setattr(tree_kernel, "serves", has_few_rows)
-        return load_backend("triton", torch.device("cuda"))
 
 
 def has_few_rows(q, span):

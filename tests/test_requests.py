@@ -1,22 +1,20 @@
 """Documents in parts, with a tiny pair: what comes of them is what their parts and merges give one by one."""
 
-import json
 import re
 from dataclasses import replace
 
 import pyarrow as pa
 import pytest
 
-from specextend import RunConfig, Summarizer, load_engine
+from specextend import Summarizer, load_engine
 from specextend.core import Completion, DocumentKey
 from specextend.data.prompts import Prompts
 from specextend.data.rows import Row
 from specextend.requests.rounds import advance, check_requests, summarize
-from specextend.requests.tasks import Task, answer
 from specextend.stats import DecodingStats
 from tests.tiny_models import random_prompt, tiny_config
 
-TEXT = " ".join(f"t{token_id}" for token_id in random_prompt(700))
+TEXT = " ".join(f"t{token_id}" for token_id in random_prompt(1600))
 OPTIONS = {"prompt__length_policy": "parts", "prompt__max_prompt_tokens": 160, "decoding__max_new_tokens": 20}
 """Parts of about 150 tokens, and merges of some five summaries."""
 
@@ -54,21 +52,6 @@ def said(request):
     return Completion(request.request_id, [1] * 18, "t7 " * 18, "stop", DecodingStats())
 
 
-def test_requests_of_tasks_whose_prompts_begin_alike_follow_each_other(config, engine):
-    """The second one of an engine is read from where it differs; between them stood the one with an example."""
-    example = [{"user": "t1 t2", "assistant": "t3"}]
-    tasks = {}
-    for name, examples in (("one", []), ("shown", example), ("two", [])):
-        tasks[name] = RunConfig.load(config, ["prompt.length_policy=middle", f"prompt.examples={json.dumps(examples)}"])
-    listed = [
-        Task(name, each, Prompts(engine.tokenizer, each.prompt, engine.max_tokens)) for name, each in tasks.items()
-    ]
-    document = replace(row("t1 t2"), others=(None, None))
-    summary, [requests] = follow(answer(listed, document, "book"), lambda step: [*map(said, step)])
-    assert [request.request_id for request in requests] == ["book:0", "book:2", "book:1"]
-    assert [each.task.name for each in summary.tasks] == ["one", "shown", "two"], "the columns' order stays"
-
-
 def test_a_long_document_has_the_summary_that_its_parts_and_merges_give_one_by_one(config, engine, prompts):
     """Beside a short one and in batches, with the counts of all requests in its row and all of its text read."""
 
@@ -76,13 +59,17 @@ def test_a_long_document_has_the_summary_that_its_parts_and_merges_give_one_by_o
         return [completion for request in step for completion in engine.generate([request])]
 
     summary, rounds = follow(summarize(config, prompts, row(), "book"), alone)
-    assert [len(each) for each in rounds] == [5, 1]
+    sizes = [len(each) for each in rounds]
+    assert len(sizes) > 2, "summaries that do not fit into one merge are merged level by level"
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] == 1
     batch = pa.table({"name": ["book", "page"], "text": [TEXT, TEXT[:300]]})
     long, short = Summarizer(config, lambda _: engine)(batch).to_pylist()
     assert long["summary"] == summary.completion.text
     assert [part["text"] for part in long["part_summaries"]] == [part["text"] for part in summary.part_rows]
     assert "".join(TEXT[part["begin"] : part["end"]] for part in long["part_summaries"]) == TEXT
     requests = [request for each in rounds for request in each]
+    assert [request.request_id for request in requests] == [f"book:{number}" for number in range(sum(sizes))]
     assert long["num_prompt_tokens"] == sum(len(request.prompt_token_ids) for request in requests)
     assert long["num_output_tokens"] == summary.completion.stats.num_output_tokens > 20
     assert long["num_accepted_tokens"] == sum(n * count for n, count in enumerate(long["acceptance_histogram"]))
@@ -92,20 +79,6 @@ def test_a_long_document_has_the_summary_that_its_parts_and_merges_give_one_by_o
     assert short["part_summaries"] is None
     assert short["coverage"] == 1.0
     assert short["length_policy"] == "parts"
-
-
-def test_summaries_that_do_not_fit_into_one_merge_are_merged_level_by_level(config, prompts):
-    text = " ".join([TEXT] * 6)
-    summary, rounds = follow(
-        summarize(config, prompts, row(text), "book"), lambda step: [said(request) for request in step]
-    )
-    sizes = [len(each) for each in rounds]
-    assert len(sizes) > 2
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] == 1
-    names = [request.request_id for each in rounds for request in each]
-    assert names == [f"book:{number}" for number in range(sum(sizes))]
-    assert len(summary.part_rows) == sizes[0]
 
 
 def test_a_model_that_begins_by_thinking_is_refused_under_a_schema(pair, engine, monkeypatch):

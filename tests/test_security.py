@@ -1,4 +1,4 @@
-"""What SECURITY.md promises; `test_promises.py` holds its list to these tests."""
+"""What SECURITY.md promises; `test_pages.py` holds its list to these tests."""
 
 import ast
 import json

@@ -17,7 +17,7 @@ from specextend.attention.torch_kernels import attend_cuda
 from specextend.config import RunConfig
 from specextend.decoding.device import traits_of
 from specextend.decoding.model import CachedModel
-from specextend.models.causal_lm import DTYPES, num_parameters, read_facts
+from specextend.models.causal_lm import DTYPES, read_facts
 from specextend.models.loading import (
     GIB,
     longest_request,
@@ -105,9 +105,6 @@ PUBLISHED = {
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": (LLAMA31, 32, 4096, 14336, 32, 8, 128256, False),
     "lmsys/vicuna-7b-v1.5-16k": (VICUNA, 32, 4096, 11008, 32, 32, 32000, False),
 }
-BILLIONS = {"Qwen3-8B": 8.19, "0.5B": 0.49, "1.5B": 1.54, "7B": 7.62, "1B": 1.24, "3B": 3.21, "8B": 8.03, "7b": 6.74}
-BILLIONS |= {"30B": 30.53, "1b": 1.0, "27b": 27.43, "27B": 26.9}
-"""Parameters, tied ones counted once, by the models' cards; Qwen3.5's without its image encoder and its MTP layer."""
 
 
 def published(folder, model):
@@ -126,13 +123,6 @@ def assert_says_what_a_token_takes(file, config, facts):
     text = file.read_text(encoding="utf-8")
     assert f"{facts.kv_bytes_per_token(config.target.dtype) // 1024} KiB per token" in text
     assert f"context {facts.context_length:,}" in text
-
-
-@pytest.mark.parametrize("model", PUBLISHED)
-def test_the_published_shapes_add_up_to_the_published_sizes(model, tmp_path):
-    """A wrong figure in the table above would make every other check here worthless."""
-    size = BILLIONS[re.search(r"Qwen3-8B|[\d.]+[Bb]\b", model).group(0)]
-    assert num_parameters(published(tmp_path, model)) / 1e9 == pytest.approx(size, abs=0.006)
 
 
 @pytest.mark.parametrize(

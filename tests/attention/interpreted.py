@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from specextend.attention.backends import load_backend
-from specextend.attention.correctness import what_is_wrong
 from specextend.attention.layer_kernels import TRITON, multiply
+from specextend.attention.plain import what_is_wrong
 from specextend.attention.plan import KeySpan
 from specextend.decoding.layers import RoundedLinear, linear
-from specextend.proof.kernel_checks import Call, wrong_attention, wrong_layer
+from specextend.proof.child import Call, wrong_attention, wrong_layer
 from tests.attention.calls import assert_is_the_reference, assert_near, random_mask, tensors
 from tests.attention.layer_calls import HEADS, draw, layer_shape, product_in_fp8
 from tests.covering import covering

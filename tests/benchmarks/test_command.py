@@ -1,6 +1,7 @@
 """Benchmarks run for real, on the tiny random pair and the example reports."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from benchmarks.benchmark import Benchmark
 from benchmarks.command import main
 from benchmarks.peers import PEERS, Output
+from tests.job.conftest import ran
 
 ROOT = Path(__file__).parents[2]
 TINY = """
@@ -23,7 +25,12 @@ variants:
   peer: transformers
 tables: [decoding over plain, acceptance, equal]
 """
-pytestmark = pytest.mark.usefixtures("_at_root_with_threads_kept")
+
+
+@pytest.fixture(autouse=True)
+def _at_root_with_threads_kept(monkeypatch, restored_threads):
+    """The shipped configuration names its models from the project's root; benchmarks set torch's threads."""
+    monkeypatch.chdir(ROOT)
 
 
 class Stutterer:
@@ -54,7 +61,7 @@ def test_variants_and_peers_are_measured_on_the_same_documents(tiny, tmp_path, m
     rows = {(row["variant"], *row["documents"]): row for row in result["rows"]}
     names = {name for name, _ in rows}
     assert names == {"plain", "specextend", "peer"}
-    assert len(rows) == len(result["rows"]) == 6
+    assert len(rows) == 6
     assert {row["bucket"] for row in rows.values()} == {"1K"}
     assert {name: {rows[key]["equals_base"] for key in rows if key[0] == name} for name in names} == {
         "plain": {True},
@@ -63,7 +70,7 @@ def test_variants_and_peers_are_measured_on_the_same_documents(tiny, tmp_path, m
     }
     assert all(row["total_s"] > row["decode_s"] > 0 for row in rows.values())
     assert all(row["num_output_tokens"] == 6 for row in rows.values())
-    assert "cpu family" in result["device"] or "CPU part" in result["device"] or result["device"]
+    assert result["device"]
     assert result["versions"].keys() >= {"python", "torch", "transformers"}
     assert set(result["kernels"]) == {"plain", "specextend"}
     assert "| decoding, over plain | 1K (n=2) |" in measured
@@ -97,3 +104,12 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(override, message, tiny, cap
     assert main([tiny, "--set", override]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert message in line
+
+
+@pytest.mark.slow
+def test_steps_of_a_gpu_are_measured_with_and_without_a_draft():
+    """Tried on a CPU with tiny shapes: combinations that it lacks say why."""
+    done = ran(sys.executable, "-m", "benchmarks.gpu_steps", "--device", "cpu", "--shapes", "tiny").exits(0)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {(row["backend"], row["draft"]) for row in rows if "step_ms" in row} == {("sdpa", False), ("sdpa", True)}
+    assert all("GPU" in row["skipped"] or "flash" in row["skipped"] for row in rows if "step_ms" not in row)

@@ -19,7 +19,6 @@ from specextend.models.loading import memory_bytes
 from specextend.proof.family import differences, small_model
 from tests.tiny_models import engine_with, random_prompt, request, tiny_config, tiny_engine, write_family
 
-
 PARENTS = (-1, -1, 0, 0, 1, 2, 4)
 
 

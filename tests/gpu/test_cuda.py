@@ -5,7 +5,7 @@ import torch
 
 from specextend.attention.backends import load_backend
 from specextend.decoding.sampling import gumbel_noise, noise_keys
-from specextend.proof.kernel_checks import prompt_calls, step_calls, wrong_attention, wrong_layer
+from specextend.proof.child import prompt_calls, step_calls, wrong_attention, wrong_layer
 from tests.attention.layer_calls import HEADS, layer_shape
 from tests.covering import covering
 

@@ -9,7 +9,7 @@ import torch
 
 from specextend.core import SamplingParams
 from specextend.decoding.device import GPU, CudaCapture, Graphs
-from specextend.proof.subject import Kernels
+from specextend.proof.prover import Kernels
 from specextend.proof.tiny_pair import TinyPair, Trees, make_requests
 from tests.proof.conftest import SUBJECT as SUBJECT_ON_CPU
 

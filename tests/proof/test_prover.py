@@ -14,8 +14,7 @@ from specextend.models import loading
 from specextend.models.loading import choose_kernels, load_engine, make_subject
 from specextend.models.pairing import check_pair
 from specextend.proof import prover
-from specextend.proof.prover import Proof, load_proof, prove
-from specextend.proof.subject import FLASH, GRAPHS, LAYERS, TREES, Candidate, Kernels
+from specextend.proof.prover import FLASH, GRAPHS, LAYERS, TREES, Candidate, Kernels, Proof, load_proof, prove
 from tests.proof.conftest import SUBJECT
 from tests.tiny_models import tiny_config
 

@@ -47,6 +47,7 @@ def test_it_trains_a_draft_and_prints_what_it_is_worth(arguments, tmp_path, capf
     [
         (["--min-tokens", "900", "--max-tokens", "900"], "at least two texts must have the 900 tokens that"),
         (["--epochs", "0"], "num_epochs must be at least 1"),
+        (["--set", "prompt.max_prompt_tokens=150"], "tokens, fewer than min_tokens (192)"),
         (["--set", "prompt.max_prompt_tokens=1"], "the prompt does not fit the target"),
     ],
 )
