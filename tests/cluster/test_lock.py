@@ -3,6 +3,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from dataclasses import asdict
@@ -137,3 +138,45 @@ def test_a_driver_that_stands_still_while_it_writes_its_lock_blocks_nobody_in_si
         waiting.try_take()
     os.close(handle)
     assert waiting.try_take()
+
+
+RACER = """
+import sys
+from specextend.cluster import lock
+from specextend.cluster.lock import OutputLock, held
+from specextend.cluster.exits import RunError
+from specextend.data.storage import resolve
+lock.STALE_S, lock.HEARTBEAT_S, lock.CHECK_EVERY_S = 1.0, 0.05, 0.05
+
+def watch(line):
+    print("watching", flush=True)
+    sys.stdin.readline()
+
+try:
+    with held(OutputLock(resolve(sys.argv[1]), sys.argv[2]), say=watch):
+        print("won", flush=True)
+        sys.stdin.readline()
+except RunError:
+    print("lost", flush=True)
+"""
+
+
+def racer(output, number):
+    command = [sys.executable, "-c", RACER, output.path, f"{number:08x}"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_of_many_that_find_a_stale_lock_one_takes_it(output):
+    """Retries of a cluster job start together after an outage. All of them have seen the lock before one may take it:
+    who came later would watch the winner's.
+    """
+    write_holder(output, elsewhere(0))
+    racers = [racer(output, number) for number in range(4)]
+    assert [each.stdout.readline() for each in racers] == ["watching\n"] * 4
+    for each in racers:
+        each.stdin.write("go\n")
+        each.stdin.flush()
+    outcomes = [each.stdout.readline().strip() for each in racers]
+    for each in racers:
+        each.communicate("done\n")
+    assert sorted(outcomes) == ["lost", "lost", "lost", "won"]

@@ -195,6 +195,15 @@ def test_bad_rows_become_dead_letters_and_the_exit_code_says_so(tmp_path, summar
 
 
 @pytest.mark.slow
+def test_two_workers_give_what_one_gives(done, tmp_path, summarize_here):
+    """Who does what, and beside whom, changes no summary."""
+    others = sets("job.workers=2", "decoding.max_batch_size=1")
+    summarize_here("--output", tmp_path / "two", *others).exits(0)
+    found = rows(tmp_path / "two" / "summaries")
+    assert [row["summary"] for row in found] == [row["summary"] for row in done]
+
+
+@pytest.mark.slow
 def test_a_run_that_is_ended_by_force_says_so_and_holds_no_folder(tmp_path, start):
     """Who reads the log in the morning, or the folder, must not have to guess."""
     arguments = long_corpus(tmp_path)

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 from functools import cache, partial
 
 import pytest
@@ -11,8 +12,12 @@ import yaml
 
 from specextend import RunConfig, Summarizer
 from tests.job.conftest import (
+    AT_ONCE_S,
     CONFIG,
     ROOT,
+    dying_command,
+    end_of,
+    long_texts,
     on,
     read_json,
     rows,
@@ -299,6 +304,30 @@ def test_a_plan_counts_what_is_read_once(plan, shared, tmp_path):
 
 LISTING = str(ROOT / "examples" / "reports-three-ways.yaml")
 BASE = {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "a"}, "draft": {"kind": "ngram"}}
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_and_loses_no_answer(tmp_path, start):
+    """Every document has all of its answers, those of an undisturbed run."""
+    corpus = write_corpus(tmp_path / "in.parquet", long_texts(12), reader=["you"] * 12)
+    file = tmp_path / "tasks.yaml"
+    file.write_text(yaml.safe_dump({"tasks": listed("outline", "kind")}))
+    changes = ("input.id_column=null", f"job.commit_every_s={AT_ONCE_S}", "decoding.max_new_tokens=24")
+
+    def started(name, **options):
+        return start("--config", file, *on(corpus, tmp_path / name, *changes), **options)
+
+    end_of(started("killed", command=partial(dying_command, "SIGKILL", 1)), -signal.SIGKILL)
+    found = []
+    for name in ("killed", "whole"):
+        end_of(started(name))
+        answers = [
+            (row["doc_id"], row["outline"], row["kind"], row["verdicts"]) for row in rows(tmp_path / name / "summaries")
+        ]
+        found.append(answers)
+    assert found[0] == found[1]
+    assert len(found[0]) == 12
+    assert any(verdict["probability"] for *_, verdicts in found[0] for verdict in verdicts)
 
 
 @pytest.mark.parametrize(
