@@ -72,7 +72,9 @@ class Example:
     """A user message with a document, and the right answer."""
 
     user: str
+    """Message with its document."""
     assistant: str
+    """Right answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
