@@ -61,7 +61,7 @@ def _attend_slowly(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if span.causal:
-        seen = causal_mask(num_queries, keys.shape[1], span.window).to(q.device)
+        seen = causal_mask(num_queries, keys.shape[1], q.device, span.window)
         scores += additive(seen, keys.shape[1], scores.dtype)
     elif (bias := span.bias(b, scores)) is not None:
         scores += bias
@@ -97,7 +97,7 @@ def what_is_wrong(
     mask = span.mask
     if span.causal:
         num_keys = num_queries if span.window is None else max(span.lengths)
-        own = causal_mask(num_queries, num_keys, span.window).to(q.device)
+        own = causal_mask(num_queries, num_keys, q.device, span.window)
         mask = own.expand(len(q), -1, -1)
     seen = KeySpan(span.starts, span.lengths, None if mask is None else mask[:, compared])
     exact, exact_lse = attend_reference(q[:, compared].float(), k, v, seen, scale)
@@ -133,7 +133,7 @@ def masked_rows(span: KeySpan, q: Tensor) -> tuple[Tensor, int]:
     if "visible" not in span.made:
         mask = span.mask
         if mask is None:
-            mask = causal_mask(num_queries, num_queries).expand(batch, -1, -1)
+            mask = causal_mask(num_queries, num_queries, q.device).expand(batch, -1, -1)
         span.made["visible"] = pack_mask(mask.to(q.device))
     if span.causal:
         return span.made["visible"], num_queries

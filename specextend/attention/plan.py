@@ -78,9 +78,12 @@ class KeySpan:
         return self.made[key]
 
 
-def causal_mask(num_queries: int, num_keys: int, window: int | None = None) -> Tensor:
+def causal_mask(
+    num_queries: int, num_keys: int, device: torch.device, window: int | None = None
+) -> Tensor:
     """Return the keys [T, S] that causal queries see."""
-    seen = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    seen = seen.tril(num_keys - num_queries)
     return seen if window is None else seen.triu(num_keys - num_queries - window + 1)
 
 
@@ -170,7 +173,7 @@ class AttentionPlan:
     def _within(self, window: int, starts: list[int]) -> tuple[KeySpan, ...]:
         if max(self.lengths) <= window:
             return self._split(starts)
-        own = causal_mask(self.num_new, self.num_new)
+        own = causal_mask(self.num_new, self.num_new, torch.device("cpu"))
         mask = own.expand(len(self.lengths), -1, -1) if self.mask is None else self.mask
         split = self._around_common if mask.shape[2] < window else self._in_one_mask
         ends = [start + length for start, length in zip(starts, self.lengths, strict=True)]

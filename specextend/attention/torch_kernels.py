@@ -62,7 +62,8 @@ def _by_head(
     bias = span.bias(b, q)  # the kernel wants the query's dtype
     if span.window is not None:
         num_keys = key.shape[2]
-        bias = additive(causal_mask(q.shape[1], num_keys, span.window), num_keys, q.dtype)
+        seen = causal_mask(q.shape[1], num_keys, q.device, span.window)
+        bias = additive(seen, num_keys, q.dtype)
     mask = None if bias is None else bias[None, None]
     causal = span.causal and mask is None
     out, lse = _cpu_flash(q.transpose(1, 2), key, value, 0.0, causal, attn_mask=mask, scale=scale)
