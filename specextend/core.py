@@ -97,7 +97,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Asks:
-    """What a model's `generation_config.json` asks of outputs, except stop tokens."""
+    """Requests of a model's `generation_config.json` for outputs, except stop tokens."""
 
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0

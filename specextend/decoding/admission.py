@@ -90,7 +90,7 @@ class Queue:
 
     @property
     def exhausted(self) -> bool:
-        """Whether no further request will come."""
+        """Return True if no further request will come."""
         return self._ended and not self._waiting
 
     def peek(self) -> Request | None:

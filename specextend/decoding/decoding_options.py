@@ -238,10 +238,10 @@ class DraftOptions:
 
     @property
     def is_head(self) -> bool:
-        """Whether the draft reads the target's hidden states."""
+        """Return True if the draft reads the target's hidden states."""
         return self.kind in ("eagle", "mtp")
 
     @property
     def has_ngrams(self) -> bool:
-        """Whether n-grams draft, alone or merged."""
+        """Return True if n-grams draft, alone or merged."""
         return self.kind == "ngram" or self.ngram

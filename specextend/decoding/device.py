@@ -263,7 +263,7 @@ class Graphs:
 
     @property
     def enabled(self) -> bool:
-        """Whether functions are captured."""
+        """Return True if functions are captured."""
         return self._capture is not None
 
     @property

@@ -161,7 +161,7 @@ class CachedModel:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a layer has a recurrent state; then only chains are verified."""
+        """Return True if a layer has a recurrent state; then only chains are verified."""
         return self._stock is not None and bool(self._stock.recurrent)
 
     def take_over(self, start: int, num_tokens: int) -> int:
@@ -184,7 +184,7 @@ class CachedModel:
 
     @property
     def runs_in_one_call(self) -> bool:
-        """Whether all layers run in one call."""
+        """Return True if all layers run in one call."""
         return self._decoder is not None
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:

@@ -178,12 +178,12 @@ class Speculation:
 
     @property
     def on_trial(self) -> bool:
-        """Whether the next step must speculate for a try."""
+        """Return True if the next step must speculate for a try."""
         return self.active and self._run < TRIAL_STEPS
 
     @property
     def pause_is_over(self) -> bool:
-        """Whether a try is due."""
+        """Return True if a try is due."""
         return not self.active and self._wait <= 0
 
     def observe(self, num_rows: int, expected: float, accepted: int) -> None:
@@ -250,19 +250,19 @@ class RunningSequence:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether only the likeliest token of each row matters."""
+        """Return True if only the likeliest token of each row matters."""
         return self.request.sampling.temperature == 0 and not (
             self.is_adjusted or self.request.keeps_leads or self.request.keeps_log_probs
         )
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether penalties or a grammar change the target's logits."""
+        """Return True if penalties or a grammar change the target's logits."""
         return self.penalties is not None or self.grammar is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether no further token follows."""
+        """Return True if no further token follows."""
         return self.is_broken or self.stopper.finish_reason is not None
 
     @property

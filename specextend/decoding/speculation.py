@@ -216,12 +216,12 @@ class Experience:
 
     @property
     def is_known(self) -> bool:
-        """Whether new sequences need no try."""
+        """Return True if new sequences need no try."""
         return self.num_steps >= KNOWN_STEPS
 
     @property
     def in_credit(self) -> bool:
-        """Whether speculation has lost no more than allowed."""
+        """Return True if speculation has lost no more than allowed."""
         return self.balance >= 0
 
     def begin(self, length: int) -> Speculation:

@@ -73,7 +73,7 @@ class Differences:
 
     @property
     def decodes(self) -> bool:
-        """Whether plain decoding is right."""
+        """Return True if plain decoding is right."""
         return self.plain <= self.allowed
 
 
