@@ -37,10 +37,11 @@ from specextend.cluster.progress import describe_duration
 from specextend.cluster.worker import EngineFactory, checked_engine
 from specextend.cluster.workers import last_line
 from specextend.cluster.workload import Plan, make_plan, plan_memory, settle_batch_size
-from specextend.config import MAX_WORKERS
+from specextend.config import MAX_WORKERS, RunConfig
 from specextend.core import DocumentKey, Values, counted
 from specextend.data.listing import describe_skipped
 from specextend.models.loading import load_engine
+from specextend.models.pairing import guessed_layers
 from specextend.report.sections import Section, number, thousandths, to_text
 from specextend.stats import DecodingStats, ratio
 
@@ -223,33 +224,56 @@ def calibrate(
     if len(sample) < MIN_DOCUMENTS:
         raise RefusedError(f"{_NEEDS}, but got {len(sample)}")
     begin = time.monotonic()
-    size = decoding.batch_size
     make = partial(checked_engine, factory=factory, hashes=checked.hashes)
-    with connected(interrupt):
-        config = settle_cores(config)
+    wait = partial(_first_answer, interrupt=interrupt, limit_s=config.job.silence_s)
+
+    def decode(config: RunConfig) -> tuple[dict[DocumentKey, Outcome], float, str]:
         actor = start_worker(config.job)
-        wait = partial(_first_answer, interrupt=interrupt, limit_s=config.job.silence_s)
         try:
             _, info = wait([actor.ready.remote(config, checked.source, make)])
             start_s = time.monotonic() - begin
             documents = counted(len(sample), "document")
-            say(
-                f"calibrating with {documents} on {info.device}, models loaded after "
-                f"{start_s:.1f} s"
-            )
-            outcomes = _decode(actor, sample, size, wait)
+            say(f"calibrating with {documents} on {info.device}, models loaded at {start_s:.1f} s")
+            return _decode(actor, sample, decoding.batch_size, wait), start_s, info.device
         finally:
             ray.kill(actor)
+
+    with connected(interrupt):
+        config = settle_cores(config)
+        outcomes, start_s, device = decode(config)
+        draft = config.active_draft
+        if readings := guessed_layers(draft, checked.facts.num_layers):
+            assert draft is not None
+            other = replace(draft, feature_layers=readings[1])
+            again, _, _ = decode(config.model_copy(update={"draft": other}))
+            say(_compare_readings(readings, [outcomes, again]))
     costs = [
         document_cost(outcome.stats, estimates[key].max_new_tokens)
         for key, outcome in outcomes.items()
         if isinstance(outcome, Done)
     ]
-    rates = fit_rates(costs, start_s=start_s, device=info.device)
+    rates = fit_rates(costs, start_s=start_s, device=device)
     if rates is None:
         failed = [str(each) for each in outcomes.values() if not isinstance(each, Done)]
         raise RefusedError(f"{_NEEDS}: {'; '.join(failed) or 'their outputs are empty'}")
     return rates
+
+
+def _compare_readings(
+    readings: list[tuple[int, ...]], decoded: list[dict[DocumentKey, Outcome]]
+) -> str:
+    """Say which layers of the target predict more first tokens of a head's drafts."""
+    rates = []
+    for outcomes in decoded:
+        stats = [each.stats for each in outcomes.values() if isinstance(each, Done)]
+        num_steps = sum(each.num_network_steps for each in stats)
+        rates.append(ratio(sum(each.num_first_accepted for each in stats), num_steps) or 0.0)
+    chosen, other = readings
+    advice = f"set draft.feature_layers: {[*other]}" if rates[1] > rates[0] else "keep them"
+    return (
+        f"the head's first tokens were accepted at {rates[0]:.2f} with the target's layers "
+        f"{[*chosen]}, and at {rates[1]:.2f} with {[*other]}: {advice}"
+    )
 
 
 def _decode(

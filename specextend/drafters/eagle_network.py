@@ -91,7 +91,7 @@ class HeadShape:
             ValueError: The target has no such layers, or `chosen` has another number of them.
         """
         num_layers = self.num_layers_read if self.fused else 0
-        layers, _ = self.explain_layers(num_target_layers, chosen) if num_layers else (chosen, "")
+        layers = self.explain_layers(num_target_layers, chosen)[0] if num_layers else chosen
         wanted = sorted({*layers} & {*range(num_target_layers)})
         if wanted != list(layers) or len(layers) != num_layers:
             raise ValueError(
@@ -103,29 +103,33 @@ class HeadShape:
 
     def explain_layers(
         self, num_target_layers: int, chosen: tuple[int, ...] = ()
-    ) -> tuple[tuple[int, ...], str]:
-        """Return these layers for an EAGLE-3 head, and why."""
+    ) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
+        """Return these layers for an EAGLE-3 head, why, and the layers of another reading.
+
+        Only a guess has another reading.
+        """
         # the inputs of layers 2, n / 2 and n - 3
         usual = (1, num_target_layers // 2 - 1, num_target_layers - 4)
         ids = self.layer_ids
         left = tuple(each - 1 for each in ids)
-        other = [*(left if self.reading == "outputs" else ids)]
+        other = left if self.reading == "outputs" else ids
         if chosen:
-            return chosen, "draft.feature_layers names them"
+            return chosen, "draft.feature_layers names them", ()
         if not ids:
-            return usual, "its config.json names none, and these are usual"
+            return usual, "its config.json names none, and these are usual", ()
         # the first true line decides
         readings = (
             (self.format.startswith("speculators"), "inputs", "as speculators does"),
             (num_target_layers in ids, "inputs", f"{num_target_layers} is no output"),
             (ids == usual, "outputs", "these are usual"),
             (left == usual, "inputs", "these are usual"),
-            (True, self.reading, f"a guess; the other is draft.feature_layers {other}"),
+            (True, self.reading, f"a guess; the other is draft.feature_layers {[*other]}"),
         )
-        _, reading, why = next(each for each in readings if each[0])
+        number, reading, why = next((n, *each[1:]) for n, each in enumerate(readings) if each[0])
         named = ", ".join(map(str, ids))
         said = f"its ids {named} number layers by their {reading} ({why})"
-        return ids if reading == "outputs" else left, said
+        layers = ids if reading == "outputs" else left
+        return layers, said, other if number == len(readings) - 1 else ()
 
     @property
     def num_features(self) -> int:

@@ -95,11 +95,22 @@ def describe_features(draft: DraftOptions | None, num_target_layers: int) -> Ite
     """Describe the layers that an EAGLE-3 head reads."""
     if draft is None or draft.kind != "eagle" or not (head := read_head(draft.model)).fused:
         return
-    layers, why = head.explain_layers(num_target_layers, draft.feature_layers)
+    layers, why, _ = head.explain_layers(num_target_layers, draft.feature_layers)
     yield (
         f"draft {draft.model} ({head.format}) takes the outputs of the target's layers "
         f"{', '.join(map(str, layers))} (of {num_target_layers}, from 0): {why}"
     )
+
+
+def guessed_layers(draft: DraftOptions | None, num_target_layers: int) -> list[tuple[int, ...]]:
+    """Return the layers of both readings of an EAGLE-3 head with ambiguous ids, chosen ones first.
+
+    The list is empty for other drafts.
+    """
+    if draft is None or draft.kind != "eagle" or not (head := read_head(draft.model)).fused:
+        return []
+    layers, _, other = head.explain_layers(num_target_layers, draft.feature_layers)
+    return [layers, other] if other and other[0] >= 0 else []
 
 
 def describe_asks(facts: ModelFacts) -> Iterator[str]:

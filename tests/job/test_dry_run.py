@@ -1,13 +1,17 @@
 """The command `plan` as its users call it: time, workers, memory and cost, before anybody pays for them."""
 
+import re
 from datetime import datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 
 from specextend.cluster.checks import check_run
 from specextend.cluster.dry_run import Rates, describe_dry_run, dry_run, parse_time
 from specextend.config import RunConfig
-from tests.job.conftest import CONFIG, on, read_json, specextend, write_corpus
+from tests.job.conftest import CONFIG, ROOT, on, read_json, specextend, write_corpus
+from tests.models.conftest import edit_json
+from tests.published_heads import WRITERS
 
 NOON = datetime(2026, 11, 22, 12, 0).astimezone()
 
@@ -31,6 +35,21 @@ def test_a_calibration_measures_the_time(local_ray, corpus, tmp_path):
     assert 0 < forecast["seconds_low"] < forecast["seconds"] < forecast["seconds_high"]
     assert rates["device"] in forecast["basis"]
     assert plan["cost"]["cost"] == pytest.approx(36 * 2 * forecast["seconds"] / 3600)
+
+
+def test_a_calibration_compares_both_readings_of_a_heads_layers(local_ray, corpus, tmp_path):
+    """Published heads number layers in two ways, and no rule is safe."""
+    values = SimpleNamespace(**read_json(ROOT / ".models" / "tiny-random" / "target" / "config.json"))
+    head = WRITERS["eagle3"](tmp_path / "head", SimpleNamespace(config=values))
+    edit_json(tmp_path / "head" / "config.json", eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]})
+    settings = ["input.id_column=null", f"draft={{kind: eagle, model: {head}}}"]
+    arguments = ["--config", CONFIG, *on(corpus, tmp_path / "out", *settings), "--calibrate", "2"]
+    said = specextend("plan", *arguments).exits(0).stderr
+    [(chosen, other, advice)] = re.findall(
+        r"accepted at ([\d.]+) with the target's layers \[1, 2, 3\], and at ([\d.]+) with \[0, 1, 2\]: (.*)", said
+    )
+    better = "set draft.feature_layers: [0, 1, 2]" if float(other) > float(chosen) else "keep them"
+    assert advice == better
 
 
 def foreseen(corpus, tmp_path, by_s=3600.0):
