@@ -98,7 +98,8 @@ class AttentionOptions:
     tree: Literal["auto", "dense", "hybrid"] = "auto"
     """`hybrid`: attention to prefix and tree in two calls, merged by their log-sum-exp (arXiv
     2505.20776, section 3), never captured. `dense`: a single masked call. `auto`: `dense` on a CPU
-    and with the Triton kernel, otherwise `hybrid`. Unused if a CPU runs all layers in one call.
+    and with the Triton kernel, otherwise `hybrid`. Unused if a CPU runs all layers in one call. In
+    bfloat16 two calls round twice, so near ties may differ from plain decoding.
     """
 
 
