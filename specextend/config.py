@@ -518,7 +518,6 @@ def _set(values: Values, path: Sequence[str], value: Any) -> None:
 _PATHS = (
     ("input", "path"),
     ("input", "except_done_in"),
-    ("input", "redo_in"),
     ("output", "path"),
     ("output", "schema"),
     ("target", "model"),

@@ -154,7 +154,7 @@ def check_run(
     if begun is None:
         whole = build_manifest(source, values, hashes, models)
         earlier = find_earlier(config.input.except_done_in, output, whole, checkpoint)
-        source = select_rows(source, *earlier, checkpoint)
+        source = select_rows(source, *earlier, checkpoint, output)
     else:
         source = recall_selection(source, output, begun)
     manifest = build_manifest(source, values, hashes, models)
@@ -432,7 +432,7 @@ def redo(config: RunConfig, condition: str | None, name: str | None) -> RunConfi
     inner_run(output, REDONE, name)
     path = config.output.path
     # it covers earlier runs
-    chosen = replace(config.input, except_done_in=(), redo=condition, redo_in=path)
+    chosen = replace(config.input, except_done_in=(), redo=condition)
     output_options = replace(config.output, path=path_below(path, f"{REDONE}/{name}"))
     return config.model_copy(update={"input": chosen, "output": output_options})
 

@@ -327,8 +327,6 @@ _REJECTED = {
     "max_new_tokens below 1": "BadMaxNewTokens",
     "no room for a document": "PromptTooLong",
 }
-_SELDOM = {"BadId": "null or repeated id", "BadPages": "pages that do not fit the text"}
-"""Checks shown only if a row fails them."""
 _MEMORY = {
     "target_weights": "weights of the target",
     "draft_weights": "weights of the draft",
@@ -501,9 +499,8 @@ def _checks(checked: CheckedRun, plan: Plan) -> list[Values]:
         *((check, counts[name], "error rows") for check, name in _REJECTED.items()),
         ("over the prompt limit", plan.num_over_length, over),
     ]
-    for name, check in _SELDOM.items():
-        if counts[name]:
-            found.append((check, counts[name], "error rows"))
+    if bad_pages := counts["BadPages"]:
+        found.append(("pages that do not fit the text", bad_pages, "error rows"))
     if skipped := checked.source.skipped:
         found.append(("files of another kind", None, f"skipped: {describe_skipped(skipped)}"))
     if repeated := checked.source.num_repeated:

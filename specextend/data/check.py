@@ -479,10 +479,7 @@ def _guess_id(
         found = None
         why = "no column is named as an id and unique"
     if spoilt := next(filter(_ID_NAMES.search, values), None):
-        why += (
-            f"; {spoilt} is named as one, but has nulls or repeats: input.on_bad_id: error takes "
-            "it nevertheless"
-        )
+        why += f"; {spoilt} is named as one, but has nulls or repeats"
     return found, why
 
 

@@ -19,9 +19,7 @@ VERSION = 3
 
 _FREE = (
     "input.path",
-    "input.on_bad_id",
     "input.except_done_in",
-    "input.redo_in",
     "output.path",
     "job",
     "report",

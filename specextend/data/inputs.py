@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass, field, fields
-from typing import Literal
 
 from specextend.core import Values, one_line, printable
 from specextend.data.answers import free_fields, schema_of
@@ -61,8 +60,8 @@ class DocumentError(Exception):
     """A document cannot be processed. It becomes a row in `errors/`, and the job goes on.
 
     Attributes:
-        error_class: `NullText`, `BadId`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`,
-            `BadOptions`, `BadPages`, `BadInstruction`, `PromptTooLong`, `IncompleteAnswer`, or the
+        error_class: `NullText`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`, `BadOptions`,
+            `BadPages`, `BadInstruction`, `PromptTooLong`, `IncompleteAnswer`, or the
             class of an engine failure.
         summary: Text of an unfinished answer (`IncompleteAnswer`).
         tasks: Answers of the run's other tasks.
@@ -103,10 +102,6 @@ class InputOptions:
     in characters, or null. Default: `page_starts` of a data set of `specextend prepare`, if
     `text_column` is `text`.
     """
-    on_bad_id: Literal["refuse", "error"] = "refuse"
-    """`refuse` an input with null or repeated ids, or turn such rows into `error` rows. The first
-    row of equal ids is kept.
-    """
     passthrough: tuple[str, ...] = ()
     """Columns of any type to copy to the results. A file may lack them. Folders such as `year=2026`
     count as columns.
@@ -136,10 +131,8 @@ class InputOptions:
     """Output folders of earlier runs, or globs of them. Rows done there are skipped unless they
     have changed.
     """
-    redo_in: str | None = None
-    """Output folder of the run for `redo`. `--redo` sets both."""
     redo: str | None = None
-    """SQL condition on the newest results in `redo_in` for the rows to process."""
+    """SQL condition on the newest results of a run for the rows to process. `--redo` sets it."""
     limit: int | None = None
     """Maximum number of rows, in input order; applied last."""
 
@@ -151,8 +144,6 @@ class InputOptions:
             raise ValueError(f"input.path {NO_CREDENTIALS}")
         if any(map(holds_secret, self.except_done_in)):
             raise ValueError(f"input.except_done_in {NO_CREDENTIALS}")
-        if holds_secret(self.redo_in or ""):
-            raise ValueError(f"input.redo_in {NO_CREDENTIALS}")
         if not all(self.except_done_in):
             raise ValueError("input.except_done_in must not hold an empty path")
         self._check_selection()
@@ -165,8 +156,6 @@ class InputOptions:
     def _check_selection(self) -> None:
         if self.filter is not None:
             filter_columns(self.filter)
-        if (self.redo is None) != (self.redo_in is None):
-            raise ValueError("input.redo and input.redo_in need each other; --redo sets both")
         if self.redo is not None:
             filter_columns(self.redo, "--redo")
         if isinstance(self.sample, float) and not 0 < self.sample < 1:

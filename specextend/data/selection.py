@@ -34,36 +34,38 @@ from specextend.data.parquet import (
     write_table,
 )
 from specextend.data.results import CHOSEN, add_redone
-from specextend.data.run_folder import errors_folder, list_results, selection_file, summaries_folder
+from specextend.data.run_folder import (
+    REDONE,
+    errors_folder,
+    list_results,
+    selection_file,
+    summaries_folder,
+)
 from specextend.data.schema import task_failures
 from specextend.data.source import ChosenRows, Source
 from specextend.data.storage import Location, in_order, list_folders, resolve
 
 Rows = list[Ints]
 """Sorted row numbers, one array per file of the whole input."""
-_SELECTED = pa.schema([("file", "int32"), ("row", "int64"), ("has_bad_id", "bool")])
+_SELECTED = pa.schema([("file", "int32"), ("row", "int64")])
 _CHANGED = 1
 _UNCHANGED = 2
 _FAILED = 3
 """States of a row in an earlier run: edited since, done, or failed for good."""
 _BAD = """
     CREATE TABLE bad AS
-    SELECT file, row, rows.id, rows.rowid AS place
-    FROM rows JOIN (
-        SELECT id, min(rowid) AS first FROM rows GROUP BY id HAVING count(*) > 1 OR id IS NULL
-    ) AS repeated ON rows.id IS NOT DISTINCT FROM repeated.id
-    WHERE rows.id IS NULL OR rows.rowid > first
+    SELECT id, count(*) - 1 AS repeats, min(rowid) AS first
+    FROM rows GROUP BY id HAVING count(*) > 1 OR id IS NULL
+"""
+_COUNT_BAD = """
+    SELECT count(*) AS ids, sum(repeats) AS repeats, max(repeats + 1) FILTER (id IS NULL) AS nulls
+    FROM bad
 """
 _FIRST_BAD = """
     SELECT file, row, id FROM rows
-    WHERE id IS NOT DISTINCT FROM (SELECT id FROM bad ORDER BY id IS NOT NULL, place LIMIT 1)
+    WHERE id IS NOT DISTINCT FROM (SELECT id FROM bad ORDER BY id IS NOT NULL, first LIMIT 1)
     ORDER BY rowid LIMIT 2
 """
-_BY_PLACE = """
-    UPDATE rows SET id = name || ':' || rows.row
-    FROM bad JOIN given USING (file) WHERE rows.file = bad.file AND rows.row = bad.row
-"""
-_TAKEN = "SELECT id FROM rows GROUP BY id HAVING count(*) > 1 LIMIT 1"
 _DRAWS = 1 << 64
 _DRAW = "md5_number_upper('0:' || id)"
 _LAST_DRAWN = f"SELECT max(draw) FROM (SELECT {_DRAW} AS draw FROM rows ORDER BY draw LIMIT {{}})"
@@ -112,6 +114,7 @@ def select_rows(
     earlier: Sequence[EarlierOutput] = (),
     notes: tuple[str, ...] = (),
     checkpoint: Checkpoint = lambda: None,
+    output: Location | None = None,
 ) -> Source:
     """Check the ids and choose the rows of a run.
 
@@ -120,6 +123,7 @@ def select_rows(
         earlier: Outputs of earlier runs.
         notes: Notes about earlier runs.
         checkpoint: Called between tables; may raise.
+        output: Folder of the run. For `redo`, it lies in the folder of the run to repeat.
 
     Returns:
         The source, limited to the files with chosen rows.
@@ -142,7 +146,7 @@ def select_rows(
         _refuse_nothing(
             database, f"input.filter {options.filter!r} matches none of {counted(num_rows, 'row')}"
         )
-    source = _check_ids(source, database)
+    _check_ids(source, database)
     if not options.selects:
         return source
     if options.sample is not None:
@@ -152,7 +156,9 @@ def select_rows(
         counts["not_in_sample"] = _delete(database, f"FROM rows WHERE {_DRAW} > ({bound})")
         _refuse_nothing(database, f"input.sample {options.sample} draws none of {among}")
     if options.redo is not None:
-        add_redone(database, resolve(str(options.redo_in)), options, source.files, checkpoint)
+        if output is None or output.parent.name != REDONE:
+            raise InputError("input.redo chooses from the results of a run; give it with --redo")
+        add_redone(database, output.parent.parent, options, source.files, checkpoint)
         counts["not_redone"] = _delete(database, f"FROM rows WHERE id NOT IN ({CHOSEN})")
     if options.except_done_in:
         _compare(source, database, earlier, checkpoint)
@@ -184,44 +190,31 @@ def _read(source: Source, checkpoint: Checkpoint, file: InputFile) -> pa.Table:
     return pa.table({"file": np.full(len(rows), number, np.int32), "row": rows, "id": ids})
 
 
-def _check_ids(source: Source, database: Database) -> Source:
+def _check_ids(source: Source, database: Database) -> None:
     column = source.options.id_column
     if column is None:
-        return source
+        return
     database.select(_BAD)
-    [counts] = database.select("SELECT count(*) AS bad, count(*) - count(id) AS nulls FROM bad")
-    if not counts["bad"]:
-        return source
-    if source.options.on_bad_id == "refuse":
-        first = database.select(_FIRST_BAD)
-        places = [f"{source.files[each['file']].relative_path} row {each['row']}" for each in first]
-        what = (
-            f"nulls in column {column!r} (input.id_column): {counts['nulls']:,}, the first in "
-            f"{places[0]}; give them ids"
-        )
-        if not counts["nulls"]:
-            what = (
-                f"ids must be unique across all files: {counts['bad']:,} repeated, the first is "
-                f"{first[0]['id']!r} in {' and '.join(places)}; change them, remove "
-                "input.id_column"
-            )
-        raise InputError(
-            f"{what}, or set input.on_bad_id to error to turn such rows into error rows"
-        )
-    names = pa.table(
-        {"file": range(len(source.files)), "name": [file.relative_path for file in source.files]}
+    [counts] = database.select(_COUNT_BAD)
+    if not counts["ids"]:
+        return
+    first = database.select(_FIRST_BAD)
+    places = [f"{source.files[each['file']].relative_path} row {each['row']}" for each in first]
+    what = (
+        f"nulls in column {column!r} (input.id_column): {counts['nulls']:,}, the first in "
+        f"{places[0]}; give them ids"
+        if counts["nulls"]
+        else f"ids must be unique across all files: {counts['repeats']:,} repeated, the first is "
+        f"{first[0]['id']!r} in {' and '.join(places)}; change them"
     )
-    database.add(names, _BY_PLACE)
-    if taken := database.select(_TAKEN):
-        raise InputError(
-            f"{taken[0]['id']!r} is an id in column {column!r} (input.id_column), and the name of "
-            "a row without a good id (input.on_bad_id: error); make the ids different"
-        )
-    return replace(source, bad_ids=_of_files(database, "bad", len(source.files)))
+    raise InputError(
+        f"{what}, remove input.id_column, so that rows go by their places, or leave the rows out "
+        "with input.filter"
+    )
 
 
-def _of_files(database: Database, table: str, num_files: int) -> Rows:
-    files, rows = database.arrays(f"SELECT file, row FROM {table} ORDER BY file, row")
+def _rows(database: Database, num_files: int) -> Rows:
+    files, rows = database.arrays("SELECT file, row FROM rows ORDER BY file, row")
     return np.split(rows, files.searchsorted(np.arange(1, num_files)))[:num_files]
 
 
@@ -243,13 +236,11 @@ def _delete(database: Database, which: str) -> int:
 def _limited(
     source: Source, database: Database, counts: Mapping[str, int], notes: tuple[str, ...]
 ) -> Source:
-    rows = _of_files(database, "rows", len(source.files))
+    rows = _rows(database, len(source.files))
     numbers = [number for number, each in enumerate(rows) if len(each)]
     files = tuple(replace(source.files[number], number=i) for i, number in enumerate(numbers))
     chosen = [rows[number] for number in numbers]
-    bad_ids = [source.bad_ids[number] for number in numbers if source.bad_ids]
-    selection = ChosenRows(chosen, counts, notes)
-    return replace(source, files=files, selection=selection, bad_ids=bad_ids)
+    return replace(source, files=files, selection=ChosenRows(chosen, counts, notes))
 
 
 def _matching(source: Source, text: str, checkpoint: Checkpoint, file: InputFile) -> Ints:
@@ -321,9 +312,7 @@ def write_selection(source: Source, output: Location) -> None:
     assert source.selection is not None
     tables = [_SELECTED.empty_table()]
     for number, rows in enumerate(source.selection.rows):
-        bad = source.bad_ids[number] if source.bad_ids else ()
-        columns = [np.full(len(rows), number), rows, np.isin(rows, bad)]
-        tables.append(pa.table(columns, schema=_SELECTED))
+        tables.append(pa.table([np.full(len(rows), number), rows], schema=_SELECTED))
     write_table(selection_file(output), pa.concat_tables(tables))
 
 
@@ -335,10 +324,8 @@ def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> So
     columns = _SELECTED.names
     table = read_file(location, lambda file: open_parquet(file).read().select(columns), damaged)
     database = Database()
-    database.add(
-        table, "CREATE TABLE rows AS FROM given", "CREATE TABLE bad AS FROM given WHERE has_bad_id"
-    )
-    every, bad = (_of_files(database, which, len(names)) for which in ("rows", "bad"))
+    database.add(table, "CREATE TABLE rows AS FROM given")
+    every = _rows(database, len(names))
     if rows_digest(names, every) != manifest["identity"]["selection"]["sha256"]:
         raise InputError(
             f"{location.path} does not hold the rows of its run; use another output folder"
@@ -346,7 +333,7 @@ def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> So
     places = {name: place for place, name in enumerate(names)}
     numbers = [places[file.relative_path] for file in source.files]
     selection = ChosenRows([every[number] for number in numbers], manifest["selection"])
-    return replace(source, selection=selection, bad_ids=[bad[number] for number in numbers])
+    return replace(source, selection=selection)
 
 
 class EarlierOutput(NamedTuple):

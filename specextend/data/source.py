@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from specextend.core import DocumentKey, ReadOnly, counted, one_line
@@ -93,8 +92,6 @@ class Source:
     partitions: Mapping[str, pa.DataType] = field(default_factory=dict)
     """Type of each column in the file paths."""
     selection: ChosenRows | None = None
-    bad_ids: Sequence[Ints] = ()
-    """Sorted rows of each file with a null or repeated id (driver only)."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _groups: dict[Hashable, pa.Table] = field(default_factory=dict, init=False, repr=False)
 
@@ -127,18 +124,12 @@ class Source:
         """Read the row at `key`.
 
         Raises:
-            DocumentError: Bad text, id, pages or option.
+            DocumentError: Bad text, pages or option.
             OSError: The file is damaged at this row.
             InputError: The file is out of reach or was modified.
         """
         row = self._row(key, self.reader.document_columns)
         [values] = plain_rows(row, self.reader.value_columns)
-        if self._has_bad_id(key):
-            value = plain_text(row[self.options.id_column])[0].as_py()
-            what = "null" if value is None else f"that of an earlier row: {value!r}"
-            place = self.place(key)
-            content = self.reader.content(values)
-            raise DocumentError("BadId", f"the id is {what}", doc_id=place, content_sha256=content)
         found = self.reader.read(key, self._id(key, row), values)
         return (
             replace(found, passed=self._for_rules(key, row)) if self.reader.rule_columns else found
@@ -279,13 +270,15 @@ class Source:
             begin += len(batch)
 
     def ids(self, number: int) -> pa.ChunkedArray:
-        """Read the ids of a file as large_string. Rows with a bad id get their place."""
+        """Read the ids of a file as large_string."""
         column = self.options.id_column
         if column is None:
-            return pa.chunked_array([self._places(number, range(self.files[number].num_rows))])
+            rows = range(self.files[number].num_rows)
+            places = [self.place(DocumentKey(number, row)) for row in rows]
+            return pa.chunked_array([places], pa.large_string())
         batches = self.batches(number, [column])
         try:
-            ids = pa.chunked_array(
+            return pa.chunked_array(
                 [chunk for batch in batches for chunk in plain_text(batch[column]).chunks],
                 pa.large_string(),
             )
@@ -294,23 +287,6 @@ class Source:
             raise InputError(
                 f"{name}: an id in column {column!r} (input.id_column) is not UTF-8; repair it"
             ) from error
-        if not self.bad_ids:
-            return ids
-        rows = self.bad_ids[number]
-        mask = np.zeros(len(ids), bool)
-        mask[rows] = True
-        return pc.replace_with_mask(ids, mask, self._places(number, rows.tolist()))
-
-    def _places(self, number: int, rows: Iterable[int]) -> pa.Array:
-        places = [self.place(DocumentKey(number, row)) for row in rows]
-        return pa.array(places, pa.large_string())
-
-    def _has_bad_id(self, key: DocumentKey) -> bool:
-        if not self.bad_ids:
-            return False
-        rows = self.bad_ids[key.file]
-        place = int(rows.searchsorted(key.row))
-        return place < len(rows) and bool(rows[place] == key.row)
 
     def _with_partitions(self, batch: pa.Table, number: int, columns: list[str]) -> pa.Table:
         path = self.files[number].relative_path
@@ -352,8 +328,6 @@ class Source:
         except DocumentError as error:
             error_class = error.error_class
             limit = None
-        if self._has_bad_id(key):
-            error_class = "BadId"
         return ScannedRow(key, text, limit, error_class)
 
     def _row(self, key: DocumentKey, columns: list[str]) -> pa.Table:
@@ -392,7 +366,7 @@ class Source:
             )
 
     def _id(self, key: DocumentKey, values: pa.Table | None) -> str:
-        if values is None or self.options.id_column is None or self._has_bad_id(key):
+        if values is None or self.options.id_column is None:
             return self.place(key)
         return str(plain_text(values[self.options.id_column])[0].as_py())
 

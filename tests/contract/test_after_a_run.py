@@ -190,17 +190,15 @@ def test_a_night_on_which_only_known_failures_are_left_is_a_good_one(again, fold
     assert hourly.stderr.startswith("complete already, 0 rows")
 
 
-def test_rows_with_bad_ids_are_refused_or_error_rows_once(again, folder):
-    """Two rows without an id kept a night from all others; as error rows they are no news on the next night."""
+def test_rows_with_bad_ids_are_refused_until_a_filter_leaves_them_out(again, folder):
     texts = [*pq.read_table(folder / "in" / "a.parquet")["text"].to_pylist(), "no id", "the id of another"]
     write_corpus(folder / "corpus" / "a.parquet", texts, doc=[*"abcde", None, "a"])
-    nights = ["--input", folder / "corpus", "--set", f"input.except_done_in=['{folder}/out*']"]
-    ended = again(*nights, "--output", folder / "out2")
-    assert "nulls in column 'doc' (input.id_column): 1, the first in a.parquet row 5; " in ended.line()
-    for number, code in ((2, 3), (3, 0)):
-        again(*nights, "--output", folder / f"out{number}", "--set", "input.on_bad_id=error").exits(code)
-    errors = {row["doc_id"]: row["message"] for row in rows(folder / "out2" / "errors")}
-    assert errors == {"a.parquet:5": "the id is null", "a.parquet:6": "the id is that of an earlier row: 'a'"}
+    night = on(folder / "corpus", folder / "night", f"input.except_done_in=['{folder / 'out'}']")
+    first = "nulls in column 'doc' (input.id_column): 1, the first in a.parquet row 5; "
+    repeated = "1 repeated, the first is 'a' in a.parquet row 0 and a.parquet row 6; "
+    for condition, said in (("true", first), ("doc IS NOT NULL", repeated)):
+        assert said in again(*night, "--set", f"input.filter={condition}").exits(2).line()
+    again(*night, "--set", "input.filter=doc IS NOT NULL AND text NOT LIKE '%another'").exits(0)
 
 
 def test_a_run_of_rows_that_no_model_has_to_see_loads_none(again, folder):

@@ -21,8 +21,8 @@ LEAST = {
     "draft": {"kind": "model", "model": "owner/draft"},
 }
 KEYS = {
-    "input": "path text_column id_column pages_column on_bad_id passthrough "
-    "reference_column gold instruction_column options_column filter sample except_done_in redo_in redo limit",
+    "input": "path text_column id_column pages_column passthrough "
+    "reference_column gold instruction_column options_column filter sample except_done_in redo limit",
     "output": "path column schema sources figures confidence verify verify_below rules",
     "prompt": "instruction examples verification template_options system length_policy max_prompt_tokens",
     "parts": "tokens",

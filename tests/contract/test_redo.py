@@ -166,7 +166,7 @@ REFUSED = [
     (("input.text_column=doc",), ("--redo", CUT), "input.text_column is 'doc', and was 'text' for"),
     (("input.passthrough=[message]",), ("--redo", CUT), "input.passthrough is ['message'], and was [] for"),
     ((), ("--redo-as", "large"), "--redo-as needs --redo"),
-    (("input.redo=a > 1",), (), "input.redo and input.redo_in need each other"),
+    (("input.redo=a > 1",), (), "input.redo chooses from the results of a run; give it with --redo"),
 ]
 
 

@@ -113,24 +113,11 @@ def test_only_the_ids_of_rows_that_are_wanted_are_checked(tmp_path, write):
     """Drafts without ids kept a run from the documents that have some."""
     write("in/a.parquet", {"id": ["a", None, "a"], "text": ["t"] * 3, "is_final": [True, False, False]})
     options = InputOptions(path=str(tmp_path / "in"), id_column="id")
-    with pytest.raises(InputError, match=r"nulls in column 'id'.* set input.on_bad_id to error"):
+    with pytest.raises(InputError, match=r"nulls in column 'id'.* remove input.id_column, .* with input.filter"):
         select_rows(open_source(options))
     assert ids_of(select_rows(open_source(replace(options, filter="is_final")))) == ["a"]
-
-
-def test_rows_with_bad_ids_can_be_error_rows(tmp_path, write):
-    """They go by their places, so that no id stands for two rows, and a resumed run knows them."""
-    write("in/a.parquet", {"id": [7, None, 7], "text": ["one", "two", "three"]})
-    options = InputOptions(path=str(tmp_path / "in"), id_column="id", on_bad_id="error", limit=9)
-    source = select_rows(open_source(options))
-    output = location(tmp_path / "out")
-    write_selection(source, output)
-    for each in (source, recall_selection(open_source(options), output, manifest_of(source))):
-        found = [(each.doc_id(row.key), row.error_class) for row in each.scan()]
-        assert found == [("7", None), ("a.parquet:1", "BadId"), ("a.parquet:2", "BadId")]
-    write("in/b.parquet", {"id": ["a.parquet:2"], "text": ["four"]})
-    with pytest.raises(InputError, match=r"'a.parquet:2' is an id in column 'id' .*, and the name of a row without"):
-        select_rows(open_source(options))
+    places = [f"a.parquet:{row}" for row in range(3)]
+    assert ids_of(select_rows(open_source(replace(options, id_column=None)))) == places
 
 
 def manifest_of(source, max_new_tokens=5):

@@ -136,7 +136,7 @@ def test_repeated_ids_are_run_errors_over_all_files(tmp_path, write):
     write("in/b.parquet", {"text": ["x"] * 2, "id": [4, 2]})
     assert run_error(tmp_path / "in", id_column="id") == (
         "ids must be unique across all files: 1 repeated, the first is '2' in a.parquet row 1 and b.parquet row 1; "
-        "change them, remove input.id_column, or set input.on_bad_id to error to turn such rows into error rows"
+        "change them, remove input.id_column, so that rows go by their places, or leave the rows out with input.filter"
     )
     write("in/b.parquet", {"text": ["x"], "id": NOT_UTF8})
     assert "not UTF-8" in run_error(tmp_path / "in", id_column="id")
