@@ -89,15 +89,15 @@ def test_every_shipped_benchmark_can_be_read(path):
 
 @pytest.mark.parametrize(
     "override, message",
-    [
-        ("bucket=[1024]", "bucket"),
-        ("buckets=[1048576]", "0 of 2 documents of up to 1024K tokens"),
-        ("base=nobody", "base 'nobody' is none of the variants plain, specextend"),
-        ("variants={plain: vllm}", "variants.plain must be overrides or one of transformers, "),
-        ("sampling={temperature: 0.5}", "peer decodes greedily only"),
-        ("documents=nowhere.parquet", "nowhere.parquet cannot be read"),
-        ("tables=[speed]", "a table is conditions, or begins with one of decoding"),
-    ],
+    {
+        "bucket=[1024]": "bucket",
+        "buckets=[1048576]": "0 of 2 documents of up to 1024K tokens",
+        "base=nobody": "base 'nobody' is none of the variants plain, specextend",
+        "variants={plain: vllm}": "variants.plain must be overrides or one of transformers, ",
+        "sampling={temperature: 0.5}": "peer decodes greedily only",
+        "documents=nowhere.parquet": "nowhere.parquet cannot be read",
+        "tables=[speed]": "a table is conditions, or begins with one of decoding",
+    }.items(),
 )
 def test_bad_input_ends_in_one_line_and_exit_code_2(override, message, tiny, capsys):
     """Before minutes of measuring, not after."""

@@ -44,23 +44,23 @@ DEFS = {
 
 
 @pytest.mark.parametrize(
-    "field, message",
-    [
-        ({"enum": [1, BIG]}, f"output.schema: {BIG} is not decoded exactly, as numbers are up to"),
-        ({"type": "array", "items": {"const": BIG}}, f"{BIG} is not decoded exactly"),
-        ({"type": "array", "items": {"$ref": "#/$defs/big"}}, f"{-BIG} is not decoded exactly"),
-        ({"type": "integer", "maximum": 2**63 - 1}, f"{2**63 - 1} is not decoded exactly"),
-        ({"type": "number", "multipleOf": 2**53 + 1}, f"{2**53 + 1} is not decoded exactly"),
-        ('{"const": 0.12345678901234567890}', "0.12345678901234567890 is not decoded exactly"),
-        ('{"type": "integer", "maximum": 1e400}', "1E.400 is not decoded exactly"),
-        ('{"type": "string", "maxLength": 9, "maxLength": 8}', "two of the fields type, maxLength have the same name"),
-        ({"type": "string", "nullable": True}, 'field a: nullable is no keyword .*: write type: \\[TYPE, "null"\\]'),
-        ({"type": "array", "items": {"type": "string", "nullable": True}}, "field a: nullable is no keyword"),
-        ({"$ref": "#/$defs/open"}, "field open.b: nullable is no keyword"),
-        ({"type": "integer", "exclusiveMinimum": True}, "field a: exclusiveMinimum must be a number"),
-        ({"type": "string", "required": True}, "field a: required must be a list of names"),
-        ({"type": "number", "divisibleBy": 2}, "field a: divisibleBy is no keyword .* write multipleOf"),
-    ],
+    "message, field",
+    {
+        f"output.schema: {BIG} is not decoded exactly, as numbers are up to": {"enum": [1, BIG]},
+        f"{BIG} is not decoded exactly": {"type": "array", "items": {"const": BIG}},
+        f"{-BIG} is not decoded exactly": {"type": "array", "items": {"$ref": "#/$defs/big"}},
+        f"{2**63 - 1} is not decoded exactly": {"type": "integer", "maximum": 2**63 - 1},
+        f"{2**53 + 1} is not decoded exactly": {"type": "number", "multipleOf": 2**53 + 1},
+        "0.12345678901234567890 is not decoded exactly": '{"const": 0.12345678901234567890}',
+        "1E.400 is not decoded exactly": '{"type": "integer", "maximum": 1e400}',
+        "two of the fields type, maxLength have the same name": '{"type": "string", "maxLength": 9, "maxLength": 8}',
+        'field a: nullable is no keyword .*: write type: \\[TYPE, "null"\\]': {"type": "string", "nullable": True},
+        "field a: nullable is no keyword": {"type": "array", "items": {"type": "string", "nullable": True}},
+        "field open.b: nullable is no keyword": {"$ref": "#/$defs/open"},
+        "field a: exclusiveMinimum must be a number": {"type": "integer", "exclusiveMinimum": True},
+        "field a: required must be a list of names": {"type": "string", "required": True},
+        "field a: divisibleBy is no keyword .* write multipleOf": {"type": "number", "divisibleBy": 2},
+    }.items(),
 )
 def test_what_a_grammar_would_round_or_pass_over_is_refused(field, message):
     """A label was right in the text and another number in its column; `nullable` fields were never null."""

@@ -54,7 +54,7 @@ def sums(dollars):
 def dates(day):
     """Write a date in American, British and other orders."""
     in_letters = ("%B %-d, %Y", "%-d %B %Y", "the %-dth of %B %Y", "%b. %-d, %Y")
-    in_digits = ("%Y-%m-%d", "%d.%m.%Y", "%m/%d/%Y", "%Y/%m/%d", "%-d/%-m/%Y", "%m/%d/%y")
+    in_digits = ["%Y-%m-%d", "%d.%m.%Y", "%m/%d/%Y", "%Y/%m/%d", "%-d/%-m/%Y", "%m/%d/%y"]
     return [day.strftime(each) for each in (*in_letters, *in_digits)]
 
 
@@ -135,7 +135,7 @@ def test_units_scales_and_digits_count(text, document, expected):
 
 @pytest.mark.parametrize(
     "figure, operation",
-    [("$50 million", "sum"), ("$10 million", "difference"), ("67 percent", "ratio"), ("50 percent", "change")],
+    {"$50 million": "sum", "$10 million": "difference", "67 percent": "ratio", "50 percent": "change"}.items(),
 )
 def test_what_follows_from_two_figures_of_a_passage_is_told_apart(figure, operation):
     document = "Other things happened.\n\nSpending on northern harbours rose from $20 million to $30 million in a year."

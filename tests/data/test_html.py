@@ -24,73 +24,50 @@ ENERGY = f"<math><semantics><mrow><mi>E</mi><mo>=</mo><mi>m</mi><msup><mi>c</mi>
 
 @pytest.mark.parametrize(
     "page, text",
-    [
+    {
         # words of two blocks are two words
-        ("<main>a</main><aside>b</aside><figure><figcaption>c</figcaption></figure>d", "a\nb\nc\nd"),
-        ("<pre>a<br>b\n<div>c</div>d</pre>", "a\nb\nc\nd"),
-        ("a<span style='display: block'>b</span>c<table><td>d<td>e</table>", "a\nb\nc\nd e"),
-        ("<svg><title>out</title><text>a</text><text>b</text></svg>", "a b"),
-        ("Donau\u00addampf<wbr>schiff\u200bfahrt <ruby>\u6f22<rt>kan</rt></ruby>", "Donaudampfschifffahrt \u6f22(kan)"),
+        "<main>a</main><aside>b</aside><figure><figcaption>c</figcaption></figure>d": "a\nb\nc\nd",
+        "<pre>a<br>b\n<div>c</div>d</pre>": "a\nb\nc\nd",
+        "a<span style='display: block'>b</span>c<table><td>d<td>e</table>": "a\nb\nc\nd e",
+        "<svg><title>out</title><text>a</text><text>b</text></svg>": "a b",
+        "Donau\u00addampf<wbr>schiff\u200bfahrt <ruby>\u6f22<rt>kan</rt></ruby>": "Donaudampfschifffahrt \u6f22(kan)",
         # forms
-        (
-            "<label><input type=radio checked>Yes</label><label><input type=radio>No</label><input value=Ann>"
-            "<input type=hidden value=out><input type=submit value=out><input type=password value=out>",
-            "[x] Yes [ ] No Ann",
-        ),
-        (
-            "<select><option>a<option>b</select><select multiple><option>a<option selected>c<option selected>d"
-            "</select>",
-            "a c d",
-        ),
-        ("Text:<textarea>one\ntwo</textarea><select><option>a<option selected>one</select>", "Text:\none\ntwo\none"),
+        "<label><input type=radio checked>Yes</label><label><input type=radio>No</label><input value=Ann>"
+        "<input type=hidden value=out><input type=submit value=out>"
+        "<input type=password value=out>": "[x] Yes [ ] No Ann",
+        "<select><option>a<option>b</select><select multiple><option>a<option selected>c<option selected>d"
+        "</select>": "a c d",
+        "Text:<textarea>one\ntwo</textarea><select><option>a<option selected>one</select>": "Text:\none\ntwo\none",
         # numbers, units, notes
-        (
-            "10<sup>6</sup> m<sup>2</sup> 10<sup>-6</sup> x<sup>n+1</sup> e<sup>x<sup>2</sup></sup>",
-            "10^6 m^2 10^-6 x^(n+1) e^(x^2)",
-        ),
-        (
-            "2<sup>3</sup>4 a<sub>1</sub>2 H<sub>2</sub>O log<sub>2</sub> 8 1<sup>st</sup>",
-            "2^(3)4 a_(1)2 H2O log_2 8 1st",
-        ),
-        (
-            "3<sup>1</sup>\u2044<sub>2</sub> cups of <sup>14</sup>C, SO<sub>4</sub><sup>2-</sup>",
-            "3 1/2 cups of ^14C, SO4^2-",
-        ),
-        (
-            "in 2019<sup>1</sup>, 45%<sup>2</sup><table><td>1,000<sup>2</sup><td>7<sup>*</sup>",
-            "in 2019[1], 45%[2]\n1,000[2] 7*",
-        ),
-        ("<p>Ann Smith<sup>2</sup>, 3 km<sup>2</sup><p><sup>2</sup>Institute", "Ann Smith[2], 3 km^2\n[2]Institute"),
-        (
-            "a 10<sup><a href='#n'>1</a></sup> b<a href='#m'><sup>[2]</sup></a> c<a role=doc-noteref>3</a>",
-            "a 10[1] b[2] c[3]",
-        ),
-        ("5<sup class=footnote>7</sup> 10<span style='vertical-align: super'>6</span>", "5[7] 10^6"),
+        "10<sup>6</sup> m<sup>2</sup> 10<sup>-6</sup>"
+        " x<sup>n+1</sup> e<sup>x<sup>2</sup></sup>": "10^6 m^2 10^-6 x^(n+1) e^(x^2)",
+        "2<sup>3</sup>4 a<sub>1</sub>2 H<sub>2</sub>O"
+        " log<sub>2</sub> 8 1<sup>st</sup>": "2^(3)4 a_(1)2 H2O log_2 8 1st",
+        "3<sup>1</sup>\u2044<sub>2</sub> cups of <sup>14</sup>C"
+        ", SO<sub>4</sub><sup>2-</sup>": "3 1/2 cups of ^14C, SO4^2-",
+        "in 2019<sup>1</sup>, 45%<sup>2</sup>"
+        "<table><td>1,000<sup>2</sup><td>7<sup>*</sup>": "in 2019[1], 45%[2]\n1,000[2] 7*",
+        "<p>Ann Smith<sup>2</sup>, 3 km<sup>2</sup><p><sup>2</sup>Institute": "Ann Smith[2], 3 km^2\n[2]Institute",
+        "a 10<sup><a href='#n'>1</a></sup> b<a href='#m'><sup>[2]</sup></a>"
+        " c<a role=doc-noteref>3</a>": "a 10[1] b[2] c[3]",
+        "5<sup class=footnote>7</sup> 10<span style='vertical-align: super'>6</span>": "5[7] 10^6",
         # one form of a formula
-        (
-            f"<span class=katex><span class=katex-mathml>{ENERGY}</span><span class=katex-html>E=mc2</span></span>",
-            "E=mc^{2}",
-        ),
-        (f"<span class=mwe-math-element><span style='display:none'>{ENERGY}</span><img alt=out></span>", "E=mc^{2}"),
-        ("<span class=MathJax>x2</span><script type='math/tex'>x^2</script> <img class=math alt='y^2'>", "x^2 y^2"),
-        (ENERGY.replace(TEX, "</semantics></math>") + NESTED + SUM, "E=mc^2(a+b)/c x_i\u2211_(i=1)^n"),
-        ("a <math><msqrt><mi>x</mi></msqrt></math>", "a \u221ax"),
-        ("<math><mroot><mn>8</mn><mn>3</mn></mroot><msqrt><mi>x</mi><mi>y</mi></msqrt></math>", "8^(1/3)\u221a(xy)"),
-        (
-            "<math><mtable><mtr><mtd>1</mtd><mtd>2</mtd></mtr><mtr><mtd>3</mtd></mtr></mtable></math>",
-            "((1, 2), (3))",
-        ),
+        f"<span class=katex><span class=katex-mathml>{ENERGY}</span>"
+        "<span class=katex-html>E=mc2</span></span>": "E=mc^{2}",
+        f"<span class=mwe-math-element><span style='display:none'>{ENERGY}</span><img alt=out></span>": "E=mc^{2}",
+        "<span class=MathJax>x2</span><script type='math/tex'>x^2</script> <img class=math alt='y^2'>": "x^2 y^2",
+        ENERGY.replace(TEX, "</semantics></math>") + NESTED + SUM: "E=mc^2(a+b)/c x_i\u2211_(i=1)^n",
+        "a <math><msqrt><mi>x</mi></msqrt></math>": "a \u221ax",
+        "<math><mroot><mn>8</mn><mn>3</mn></mroot><msqrt><mi>x</mi><mi>y</mi></msqrt></math>": "8^(1/3)\u221a(xy)",
+        "<math><mtable><mtr><mtd>1</mtd><mtd>2</mtd></mtr><mtr><mtd>3</mtd></mtr></mtable></math>": "((1, 2), (3))",
         # struck text, and links of headings to themselves
-        ("<del>500</del> 400 <s> a <b>b</b></s> <del>c<br>d</del>", "~~500~~ 400 ~~a b~~ ~~c~~\n~~d~~"),
-        ("a <s><s>b</s> c<sup>2<del>3</del></sup></s><del><p>d</p></del><del> </del>e", "a ~~b c^(23)~~\n~~d~~\ne"),
-        ("<h1>Abstract<a class=headerlink href='#a'>\u00b6</a></h1><h2><a href='#b'>#</a> Two</h2>", "Abstract\nTwo"),
+        "<del>500</del> 400 <s> a <b>b</b></s> <del>c<br>d</del>": "~~500~~ 400 ~~a b~~ ~~c~~\n~~d~~",
+        "a <s><s>b</s> c<sup>2<del>3</del></sup></s><del><p>d</p></del><del> </del>e": "a ~~b c^(23)~~\n~~d~~\ne",
+        "<h1>Abstract<a class=headerlink href='#a'>\u00b6</a></h1><h2><a href='#b'>#</a> Two</h2>": "Abstract\nTwo",
         # shadow roots
-        (
-            "<x-card><b slot=x>B</b>light<template shadowrootmode=open><p>see <slot name=x>out</slot>: <slot></slot>."
-            "</p></template></x-card>end",
-            "see B: light.\nend",
-        ),
-    ],
+        "<x-card><b slot=x>B</b>light<template shadowrootmode=open><p>see <slot name=x>out</slot>: <slot></slot>."
+        "</p></template></x-card>end": "see B: light.\nend",
+    }.items(),
 )
 def test_what_a_reader_sees_is_what_comes(page, text):
     """`10<sup>6</sup>` was 106, a formula came twice, nobody knew which box was ticked, words were glued together."""
@@ -108,18 +85,18 @@ def test_a_long_page_takes_time_by_its_length(part):
 
 
 @pytest.mark.parametrize(
-    "style, element",
-    [
-        ("", "<p hidden>"),
-        ("", "<p style='color:red; DISPLAY : none'>"),
-        ("", "<p style='visibility:hidden'>"),
-        ("", "<template>"),
-        ("", "<noscript>"),
-        ("", "<dialog>"),
-        (".x, #y{display:none}", "<p class='a x'>"),
-        ("/*}*/p#y{visibility:hidden}", "<p id=y>"),
-        ("@media print{p{display:block}}p.x{display:none}", "<p class=x>"),
-    ],
+    "element, style",
+    {
+        "<p hidden>": "",
+        "<p style='color:red; DISPLAY : none'>": "",
+        "<p style='visibility:hidden'>": "",
+        "<template>": "",
+        "<noscript>": "",
+        "<dialog>": "",
+        "<p class='a x'>": ".x, #y{display:none}",
+        "<p id=y>": "/*}*/p#y{visibility:hidden}",
+        "<p class=x>": "@media print{p{display:block}}p.x{display:none}",
+    }.items(),
 )
 def test_what_no_reader_sees_stays_out_and_is_counted(style, element):
     """Text for machines is where instructions to a model hide."""
@@ -183,16 +160,16 @@ def test_a_page_that_loses_more_than_half_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     "text, title",
-    [
-        ("---\ntitle: 'A: B'\n---\n# Other", "A: B"),
-        ("+++\ntitle = 'A'\n+++\n# Other", "A"),
-        ("---\nno: [title\n---\n\n# A", "no: [title"),
-        ("<!-- # out -->\n\n```\n# out\n```\n~~~sh\n# out\n~~~\n\nA **b** `c`\n===", "A b c"),
-        ("# ![logo](a.png)\n\n## A [link](b) ##", "A link"),
-        ("<!-- x -->\n<h1 align=center>A</h1>\n\n# Other", "A"),
-        ("# A {#anchor}", "A"),
-        ("# a" + " " * 400_000 + "b ##", "a b"),
-    ],
+    {
+        "---\ntitle: 'A: B'\n---\n# Other": "A: B",
+        "+++\ntitle = 'A'\n+++\n# Other": "A",
+        "---\nno: [title\n---\n\n# A": "no: [title",
+        "<!-- # out -->\n\n```\n# out\n```\n~~~sh\n# out\n~~~\n\nA **b** `c`\n===": "A b c",
+        "# ![logo](a.png)\n\n## A [link](b) ##": "A link",
+        "<!-- x -->\n<h1 align=center>A</h1>\n\n# Other": "A",
+        "# A {#anchor}": "A",
+        "# a" + " " * 400_000 + "b ##": "a b",
+    }.items(),
 )
 def test_the_title_of_a_text_in_markdown_is_that_which_its_reader_sees(text, title):
     """It was a comment in a script. One with 400,000 spaces took minutes."""

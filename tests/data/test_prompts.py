@@ -6,7 +6,7 @@ import random
 import re
 import string
 from datetime import date, datetime
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -144,7 +144,7 @@ def test_a_rows_own_instruction_takes_room(chat_tokenizer):
         prompts.render("x", 0, around_document("b" * 120))
 
 
-@pytest.mark.parametrize("policy, kept", [("head", "abcde"), ("tail", "vwxyz"), ("middle", "abcyz"), ("error", None)])
+@pytest.mark.parametrize("policy, kept", {"head": "abcde", "tail": "vwxyz", "middle": "abcyz", "error": None}.items())
 def test_an_over_long_document_keeps_what_the_policy_names_or_is_a_row_error(plain_tokenizer, policy, kept):
     options = {"instruction": "", "length_policy": policy}
     limit = len("\n\nSummary:") + 5 + 16
@@ -157,21 +157,6 @@ def test_an_over_long_document_keeps_what_the_policy_names_or_is_a_row_error(pla
     prompt = render(plain_tokenizer, string.ascii_lowercase, limit, 16, **options)
     assert plain_tokenizer.decode(prompt.token_ids) == f"{kept}\n\nSummary:"
     assert (prompt.num_dropped_tokens, prompt.length_policy) == (21, policy)
-
-
-def test_a_plain_template_begins_with_bos_where_the_tokenizer_does(plain_tokenizer):
-    """A chat template brings its own; twice would be a prompt the model has never seen."""
-    backend = Tokenizer.from_str(plain_tokenizer.backend_tokenizer.to_str())
-    bos = backend.token_to_id("<|bos|>")
-    backend.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", bos)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|im_end|>")
-    ids = render(tokenizer, "A TEXT").token_ids
-    assert ids[0] == bos
-    assert ids.count(bos) == 1
-    tokenizer.chat_template = "<|bos|>{{ messages[0].content }}"
-    ids = render(tokenizer, "A TEXT").token_ids
-    assert ids[0] == bos
-    assert ids.count(bos) == 1
 
 
 EXAMPLES = (Example(user="Do: a b", assistant="It."), Example(user="Do: a b", assistant="<t></think> Is."))
@@ -252,8 +237,7 @@ def test_an_option_that_the_template_takes_no_notice_of_is_refused(chat_tokenize
 
 WORDS = "The committee found that reports, once written, are not read. In 1,024 cases (see below) nobody's was.\n"
 LLAMA_3 = r"""(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
-ODD_PIECES = ["A word", "\n\n", "  ", "   ", "\n", "1,000", "don't ", "é", " ", "中文字"]
-ODD_PIECES += ["\u200b", "👨‍👩‍👧", "<think>", "\t", " x"]
+ODD_PIECES = ["A word", "\n\n", "  ", "   ", "1,000", "don't ", "中文字", "<think>", " x", *"\né \u200b\t", "👨‍👩‍👧"]
 LONG_TEXT = WORDS * 50 + "".join(random.Random(0).choices(ODD_PIECES, k=3000)) + "中文字要約é" * 1500 + "ab" * 4000
 
 
@@ -310,6 +294,9 @@ def tokenizer_like(kind):
             backend.decoder = decoders.WordPiece()
     backend.add_special_tokens(CONTROL)
     backend.add_tokens(ADDED)
+    if kind == "llama-3":
+        begin = ("<s>", backend.token_to_id("<s>"))
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[begin])
     unknown = "[UNK]" if kind == "bert" else "<unk>"
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=unknown, bos_token="<s>", eos_token="</s>")
 
@@ -345,7 +332,8 @@ DOCUMENTS = (
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_prompt_is_that_of_transformers_to_the_token(kind, template):
     """The template trims, replaces or counts the document, and a tokenizer joins words over the edges of it: a prompt
-    that was put together of parts was another one than the model has learned.
+    that was put together of parts was another one than the model has learned. A chat template brings its beginning,
+    which is that of the tokenizer elsewhere; twice would be a prompt that the model has never seen.
     """
     tokenizer = copy.copy(tokenizer_like(kind))
     tokenizer.chat_template = TEMPLATES[template]
@@ -353,7 +341,7 @@ def test_a_prompt_is_that_of_transformers_to_the_token(kind, template):
     for text in DOCUMENTS:
         content = f"{PromptOptions().instruction}\n\n{text}"
         if template == "none":
-            expected = tokenizer(f"{content}\n\nSummary:", add_special_tokens=False)["input_ids"]
+            expected = tokenizer(f"{content}\n\nSummary:")["input_ids"]
         else:
             asked = [{"role": "user", "content": content}]
             expected = tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
@@ -379,24 +367,7 @@ def test_a_question_stands_in_the_place_of_what_follows_the_document(kind, templ
             assert len(given) - len(expected) <= 2, "but for what both answers begin with"
 
 
-PIECES = [
-    *CONTROL,
-    *ADDED,
-    "<",
-    "s>",
-    "<|",
-    "start|>",
-    "\uff1cs\uff1e",
-    "<S>",
-    "é",
-    "a",
-    " ",
-    "  ",
-    "\n",
-    "M",
-    "[",
-    "中",
-]
+PIECES = [*CONTROL, *ADDED, "s>", "<|", "start|>", "\uff1cs\uff1e", "<S>", "  ", *"<éa \nM[中"]
 
 
 @functools.cache
@@ -430,8 +401,6 @@ def test_a_long_document_keeps_the_same_tokens_when_it_is_tokenized_in_pieces(ki
     """Where a text is cut, a tokenizer may not see a word's beginning, and may put a space of its own."""
     prompts = Prompts(tokenizer_like(kind), PromptOptions(length_policy=policy), 10_000)
     whole = prompts.render(LONG_TEXT, 5_000)
-    tokens = prompts.encode_document(LONG_TEXT)
     monkeypatch.setattr("specextend.data.prompts.PIECE_CHARACTERS", 3000)
     assert len(list(prompts.encode_pieces(LONG_TEXT))) > 4
     assert prompts.render(LONG_TEXT, 5_000) == whole
-    assert list(chain.from_iterable(prompts.encode_pieces(LONG_TEXT))) == tokens

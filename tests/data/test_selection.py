@@ -59,13 +59,13 @@ def test_a_sample_depends_on_ids_alone(corpus, write):
 
 
 @pytest.mark.parametrize(
-    "options, said",
-    [
-        ({"filter": "pages > 9"}, "matches none of 10 rows"),
-        ({"filter": "page > 9"}, "has no column 'page' (input.filter)"),
-        ({"sample": 1.5}, "fraction between 0 and 1"),
-        ({"except_done_in": ("s3://key:secret@bucket/out",)}, "credentials"),
-    ],
+    "said, options",
+    {
+        "matches none of 10 rows": {"filter": "pages > 9"},
+        "has no column 'page' (input.filter)": {"filter": "page > 9"},
+        "fraction between 0 and 1": {"sample": 1.5},
+        "credentials": {"except_done_in": ("s3://key:secret@bucket/out",)},
+    }.items(),
 )
 def test_a_selection_that_makes_no_sense_is_refused(corpus, options, said):
     with pytest.raises(ValueError, match=re.escape(said)):

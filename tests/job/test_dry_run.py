@@ -85,13 +85,13 @@ def test_nothing_to_do_takes_no_time(tmp_path):
 
 @pytest.mark.parametrize(
     "text, expected",
-    [
-        ("13:30", "2026-11-22T13:30"),
-        ("7:05", "2026-11-23T07:05"),
-        ("12:00", "2026-11-23T12:00"),
-        ("2026-11-24", "2026-11-24T00:00"),
-        ("2026-11-24T08:00", "2026-11-24T08:00"),
-    ],
+    {
+        "13:30": "2026-11-22T13:30",
+        "7:05": "2026-11-23T07:05",
+        "12:00": "2026-11-23T12:00",
+        "2026-11-24": "2026-11-24T00:00",
+        "2026-11-24T08:00": "2026-11-24T08:00",
+    }.items(),
 )
 def test_a_time_is_that_of_the_clock_on_the_wall(text, expected):
     """`HH:MM` is the next time that it shows it: at noon, seven is tomorrow's."""

@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests.job.conftest import sets, specextend
+
 SHAPE = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -47,6 +49,12 @@ def write_model(tmp_path):
         return tmp_path / name
 
     return write
+
+
+def asked(folder, *command):
+    """What a command says of a target without a draft."""
+    settings = sets("decoding.mode=autoregressive", "target.dtype=float32", f"target.model={folder}")
+    return specextend(*command, "--config", "tiny-random", *settings)
 
 
 def edit_json(path, **values):

@@ -117,18 +117,17 @@ def test_the_folder_of_an_adapter_is_relative_to_the_file_that_names_it(tmp_path
 
 
 @pytest.mark.parametrize(
-    "values, message",
-    [
-        ({"use_dora": True}, "no plain LoRA adapter (use_dora: True); merge it into its model with PEFT"),
-        ({"modules_to_save": ["lm_head"]}, "(modules_to_save: ['lm_head'])"),
-        ({"rank_pattern": {"q_proj": 8}}, "(rank_pattern: {'q_proj': 8})"),
-        ({"bias": "all"}, "(bias: all)"),
-        ({"peft_type": "IA3"}, "(peft_type: IA3)"),
-        ({"init_lora_weights": "pissa"}, "(init_lora_weights: pissa)"),
-        ({"invented_tomorrow": 1}, "(invented_tomorrow: 1)"),
-        ({"lora_alpha": None}, "must have numbers r and lora_alpha"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+    "message, values",
+    {
+        "no plain LoRA adapter (use_dora: True); merge it into its model with PEFT": {"use_dora": True},
+        "(modules_to_save: ['lm_head'])": {"modules_to_save": ["lm_head"]},
+        "(rank_pattern: {'q_proj': 8})": {"rank_pattern": {"q_proj": 8}},
+        "(bias: all)": {"bias": "all"},
+        "(peft_type: IA3)": {"peft_type": "IA3"},
+        "(init_lora_weights: pissa)": {"init_lora_weights": "pissa"},
+        "(invented_tomorrow: 1)": {"invented_tomorrow": 1},
+        "must have numbers r and lora_alpha": {"lora_alpha": None},
+    }.items(),
 )
 def test_what_is_no_plain_lora_is_refused(write_model, tmp_path, values, message):
     """An unknown key may change what is added."""
@@ -140,14 +139,13 @@ NAME = f"base_model.model.{Q_PROJ}.lora_A.weight"
 
 
 @pytest.mark.parametrize(
-    "tensors, message",
-    [
-        ({NAME: None}, f"the tensor base_model.model.{Q_PROJ}.lora_B.weight, which fits no weight of"),
-        ({NAME: eighths(4, 48)}, "q_proj is [32, 4] x [4, 48] of rank 4, in"),
-        ({"base_model.model.lm_head.lora_magnitude_vector": eighths(4)}, "lora_magnitude_vector, which fits no"),
-        ({"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": eighths(4, 4)}, "layers.7.mlp.up_proj.lora_A"),
-    ],
-    ids=["half", "shape", "another kind", "another model"],
+    "message, tensors",
+    {
+        f"the tensor base_model.model.{Q_PROJ}.lora_B.weight, which fits no weight of": {NAME: None},
+        "q_proj is [32, 4] x [4, 48] of rank 4, in": {NAME: eighths(4, 48)},
+        "lora_magnitude_vector, which fits no": {"base_model.model.lm_head.lora_magnitude_vector": eighths(4)},
+        "layers.7.mlp.up_proj.lora_A": {"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": eighths(4, 4)},
+    }.items(),
 )
 def test_an_adapter_of_another_model_is_refused_before_ray_starts(write_model, tmp_path, tensors, message):
     """By the headers of its file."""

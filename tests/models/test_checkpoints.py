@@ -5,12 +5,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specextend.cli.command import call
-from specextend.cli.machine import check
 from specextend.models.causal_lm import TargetOptions, check_model, load_causal_lm, target_bytes
 from specextend.models.checkpoints import open_weights, read_packing, read_weights
 from specextend.models.model_files import ModelError, read_folder
-from tests.models.conftest import edit_json, edit_tensors
+from tests.models.conftest import asked, edit_json, edit_tensors
 from tests.refused import refused
 
 SHAPE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 48}
@@ -229,19 +227,16 @@ def test_experts_in_mxfp4_are_unpacked_as_transformers_holds_them(tmp_path):
         ("packed int4", {"weight_shape": torch.tensor([192, 64])}, "192 x 64 of 4 or 8 bits"),
         ("packed int4", {"weight": torch.ones(192, 320)}, "tensor model.layers.0.mlp.down_proj.weight in two forms"),
     ],
-    ids=["no scales", "no offsets", "scales", "offsets", "groups", "shape", "twice"],
 )
 def test_parts_that_are_missing_or_do_not_fit_are_one_line_at_the_start(
-    write_packed, capsys, monkeypatch, name, changes, message
+    write_packed, monkeypatch, name, changes, message
 ):
     """An interrupted download: a worker would find it minutes later, or decode with other weights."""
     folder, _ = write_packed(name)
     edit_tensors(folder, {f"model.layers.0.mlp.down_proj.{end}": part for end, part in changes.items()})
     assert message in refused(check_model, str(folder), kind=ModelError)
     monkeypatch.setenv("RAY_ADDRESS", "nowhere:1")  # would fail if it were asked
-    options = ["--config", "tiny-random", "--set", f"target.model={folder}", "--set", "decoding.mode=autoregressive"]
-    assert call(check, options, "check") == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert message in asked(folder, "check").exits(2).stderr.splitlines()[-1]
 
 
 def test_an_offset_that_format_gptq_cannot_store_is_refused(write_packed):
@@ -254,22 +249,19 @@ def test_an_offset_that_format_gptq_cannot_store_is_refused(write_packed):
 
 
 @pytest.mark.parametrize(
-    "values, named",
-    [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "(bitsandbytes)"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "(modelopt)"),
-        ({"bits": 4}, "(unknown)"),
-        (compressed("nvfp4-pack-quantized"), "(compressed-tensors: nvfp4-pack-quantized)"),
-        (compressed("float-quantized") | {"transform_config": {"u": 1}}, "(compressed-tensors: transform_config)"),
-        (
-            compressed("pack-quantized") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-            "(compressed-tensors: sparsity_config)",
-        ),
-        (AWQ | {"version": "gemv"}, "(awq: gemv, 4 bits)"),
-        (GPTQ | {"checkpoint_format": "marlin"}, "(gptq: marlin, 4 bits)"),
-        (GPTQ | {"rotation": "hadamard"}, "(gptq: rotation)"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    "named, values",
+    {
+        "(bitsandbytes)": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        "(modelopt)": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        "(unknown)": {"bits": 4},
+        "(compressed-tensors: nvfp4-pack-quantized)": compressed("nvfp4-pack-quantized"),
+        "(compressed-tensors: transform_config)": compressed("float-quantized") | {"transform_config": {"u": 1}},
+        "(compressed-tensors: sparsity_config)": compressed("pack-quantized")
+        | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        "(awq: gemv, 4 bits)": AWQ | {"version": "gemv"},
+        "(gptq: marlin, 4 bits)": GPTQ | {"checkpoint_format": "marlin"},
+        "(gptq: rotation)": GPTQ | {"rotation": "hadamard"},
+    }.items(),
 )
 def test_what_cannot_be_unpacked_exactly_is_refused_by_name(write_model, values, named):
     """Transformers passes over ModelOpt's with a warning, and decodes with numbers that lack their scales."""

@@ -153,7 +153,6 @@ def test_digits_are_parted_as_the_file_says(convert, tmp_path):
         ),
         (divided(), {"rope_type": "llama3", **LLAMA3}),
     ],
-    ids=["linear", "none", "yarn", "llama3"],
 )
 def test_the_scaling_of_a_rope_is_carried_over(convert, tmp_path, add, rope):
     """It became `default`: short prompts were right, and long documents were read worse and worse."""
@@ -163,18 +162,17 @@ def test_the_scaling_of_a_rope_is_carried_over(convert, tmp_path, add, rope):
 
 
 @pytest.mark.parametrize(
-    "changes, said",
-    [
-        ({"add": scaled("longrope")}, "RoPE type 'longrope'"),
-        ({"add": scaled("yarn", lambda writer: writer.add_rope_scaling_attn_factors(9.0))}, "rope.scaling.attn_factor"),
-        ({"add": lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0)}, "(rope.scale_linear)"),
-        ({"add": divided(low_freq_factor=2.0)}, "(rope_freqs.weight)"),
-        ({"add": lambda writer: writer.add_tensor("blk.0.attn_q.bias", BIAS)}, "blk.0.attn_q.bias is missing or has"),
-        ({"add": lambda writer: writer.add_sliding_window(64)}, "attention.sliding_window 64, which is not carried"),
-        ({"add": lambda writer: writer.add_tokenizer_pre("viking")}, "splits text as viking, which is not carried"),
-        ({"leave_out": "blk.1.ffn_up.weight"}, "blk.1.ffn_up.weight is missing or has no place"),
-    ],
-    ids=["longrope", "a factor", "an old key", "another Llama 3", "a bias", "window", "split", "no weight"],
+    "said, changes",
+    {
+        "RoPE type 'longrope'": {"add": scaled("longrope")},
+        "rope.scaling.attn_factor": {"add": scaled("yarn", lambda writer: writer.add_rope_scaling_attn_factors(9.0))},
+        "(rope.scale_linear)": {"add": lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0)},
+        "(rope_freqs.weight)": {"add": divided(low_freq_factor=2.0)},
+        "blk.0.attn_q.bias is missing or has": {"add": lambda writer: writer.add_tensor("blk.0.attn_q.bias", BIAS)},
+        "attention.sliding_window 64, which is not carried": {"add": lambda writer: writer.add_sliding_window(64)},
+        "splits text as viking, which is not carried": {"add": lambda writer: writer.add_tokenizer_pre("viking")},
+        "blk.1.ffn_up.weight is missing or has no place": {"leave_out": "blk.1.ffn_up.weight"},
+    }.items(),
 )
 def test_what_a_gguf_file_holds_and_no_folder_says_is_refused(convert, tmp_path, capsys, changes, said):
     """Biases were dropped and missing weights drawn at random; windows, scales and splits were passed over."""

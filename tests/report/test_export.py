@@ -212,7 +212,7 @@ def test_a_spreadsheet_executes_no_text_that_a_document_has_brought(night, stopp
 
 
 @pytest.mark.parametrize(
-    "name, more", [("a.xlsx", ()), ("a.json", ("--format", "jsonl")), ("a.csv.gz", ()), ("live.v2", ("--follow",))]
+    "name, more", {"a.xlsx": (), "a.json": ("--format", "jsonl"), "a.csv.gz": (), "live.v2": ("--follow",)}.items()
 )
 def test_no_folder_gets_the_name_of_a_file(night, tmp_path, name, more):
     """`--to answers.xlsx` made a folder of that name with Parquet in it, said that all was there, and exited with 0."""

@@ -185,12 +185,12 @@ def test_a_file_that_is_no_review_of_this_run_is_refused_in_one_line(output, tmp
 
 @pytest.mark.parametrize(
     "arguments, said",
-    [
-        ("--sample 7 --by flags", "--sample 7 is too small for 4 kinds of answers by flags; take 8"),
-        ("--by flags", "give --sample, too"),
-        ("--sample 9 --follow", "without --follow"),
-        ("--sample 9 --format jsonl", "writes a file that ends in .csv or .parquet"),
-    ],
+    {
+        "--sample 7 --by flags": "--sample 7 is too small for 4 kinds of answers by flags; take 8",
+        "--by flags": "give --sample, too",
+        "--sample 9 --follow": "without --follow",
+        "--sample 9 --format jsonl": "writes a file that ends in .csv or .parquet",
+    }.items(),
 )
 def test_samples_that_cannot_be_drawn_are_refused(output, tmp_path, arguments, said):
     assert said in specextend("export", output, "--to", tmp_path / "a.csv", *arguments.split()).line()

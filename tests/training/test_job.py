@@ -15,7 +15,7 @@ from tests.tiny_models import SECTIONS
 from tests.training.conftest import document, write_texts
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("--rounds", "1", "--answers", "6", "--min-tokens", "192", "--max-tokens", "200")
+SMALL = ["--rounds", "1", "--answers", "6", "--min-tokens", "192", "--max-tokens", "200"]
 
 
 @pytest.fixture
@@ -43,13 +43,13 @@ def test_it_trains_a_draft_and_prints_what_it_is_worth(arguments, tmp_path, capf
 
 
 @pytest.mark.parametrize(
-    "more, message",
-    [
-        (["--min-tokens", "900", "--max-tokens", "900"], "at least two texts must have the 900 tokens that"),
-        (["--epochs", "0"], "num_epochs must be at least 1"),
-        (["--set", "prompt.max_prompt_tokens=150"], "tokens, fewer than min_tokens (192)"),
-        (["--set", "prompt.max_prompt_tokens=1"], "the prompt does not fit the target"),
-    ],
+    "message, more",
+    {
+        "at least two texts must have the 900 tokens that": ["--min-tokens", "900", "--max-tokens", "900"],
+        "num_epochs must be at least 1": ["--epochs", "0"],
+        "tokens, fewer than min_tokens (192)": ["--set", "prompt.max_prompt_tokens=150"],
+        "the prompt does not fit the target": ["--set", "prompt.max_prompt_tokens=1"],
+    }.items(),
 )
 def test_what_cannot_be_is_refused_in_one_line(arguments, tmp_path, capsys, more, message):
     """With exit code 2, before the target has read anything."""
