@@ -9,6 +9,7 @@ from specextend.config import RunConfig
 from specextend.core import Completion
 from specextend.data.commits import CommitWriter
 from specextend.data.fingerprint import VERSION, fingerprint, write_manifest
+from specextend.data.parquet import write_table
 from specextend.data.prompts import Prompt
 from specextend.data.quality import QualityOptions, assess
 from specextend.data.schema import decoded_columns
@@ -176,6 +177,11 @@ def write_manifest_file(output, config, num_rows, digest="f" * 64):
     model = {"target": {"model": "/models/target", "commit": "c0ffee"}}
     manifest = {"version": VERSION, "fingerprint": fingerprint(identity), "identity": identity, "config": values}
     write_manifest(output, manifest | {"models": model})
+
+
+def write_part(folder, table):
+    """Write the results of the first input file, as a run does."""
+    write_table(resolve(str(folder / "part-00000.parquet")), table)
 
 
 def write_run(folder, **report):

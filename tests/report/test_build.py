@@ -7,16 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from specextend.cli.command import call
-from specextend.cli.report import report
 from specextend.data.commits import CommitWriter
 from specextend.data.schema import SUMMARY_SCHEMA
 from specextend.data.storage import resolve
 from specextend.report import build_report, render_outcome, write_report
-from tests.report.made_up import FIRST, NIGHT_S, config_of, failed_row, rows_of_worker, write_manifest_file
+from tests.job.conftest import specextend
+from tests.report.made_up import (
+    FIRST,
+    NIGHT_S,
+    config_of,
+    failed_row,
+    rows_of_worker,
+    write_manifest_file,
+    write_part,
+)
 
 DONE = rows_of_worker(range(2), "host:1", NIGHT_S)
 
@@ -32,12 +38,6 @@ def run(tmp_path):
     return commit(tmp_path / "run", [*DONE, failed_row(2)])
 
 
-def summaries(folder, rows, schema=SUMMARY_SCHEMA):
-    (folder / "summaries").mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), folder / "summaries" / "part-00000.parquet")
-    return str(folder)
-
-
 def record(run, name, **start):
     """Write what a start has left."""
     path = Path(run, "_run", "attempts", name)
@@ -48,7 +48,8 @@ def record(run, name, **start):
 def test_summaries_alone_give_the_same_figures(run, tmp_path):
     """What is left of a run when its commits have been cleared away; which start did what is then unknown."""
     schema = SUMMARY_SCHEMA.append(pa.field("title", pa.string()))
-    copied = build_report(summaries(tmp_path / "copy", DONE, schema))
+    write_part(tmp_path / "copy" / "summaries", pa.Table.from_pylist(DONE, schema=schema))
+    copied = build_report(str(tmp_path / "copy"))
     original = build_report(run)
     assert copied["source"] == "summaries"
     assert original["source"] == "parts"
@@ -83,17 +84,13 @@ def test_rows_to_do_come_from_the_manifest(run):
 
 
 @pytest.mark.parametrize("values", [None, {"num_prompt_tokens": "many\n", "decode_s": ["x"]}])
-def test_a_damaged_file_is_named_in_one_line(tmp_path, capsys, values):
+def test_a_damaged_file_is_named_in_one_line(tmp_path, values):
     """The report is what people run on folders that somebody sent them."""
     row = {name: DONE[0].get(name) for name in SUMMARY_SCHEMA.names}
-    summaries(tmp_path, [row])
-    path = tmp_path / "summaries" / "part-00000.parquet"
-    path.write_bytes(b"PAR1 and nothing more")
-    if values:
-        pq.write_table(pa.Table.from_pylist([row | values]), path)
-    assert call(report, [str(tmp_path)], "report") == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert "part-00000.parquet is damaged" in line
+    write_part(tmp_path / "summaries", pa.Table.from_pylist([row | (values or {})]))
+    if values is None:
+        (tmp_path / "summaries" / "part-00000.parquet").write_bytes(b"PAR1 and nothing more")
+    assert "part-00000.parquet is damaged" in specextend("report", tmp_path).line()
 
 
 @pytest.mark.parametrize("is_away", [True, False])
@@ -107,14 +104,12 @@ def test_a_report_needs_neither_the_input_nor_what_others_have_left_there(run, t
     assert build_report(run)["not_prepared"] == {}
 
 
-def test_a_folder_that_takes_no_files_is_reported_all_the_same(run, capfd):
+def test_a_folder_that_takes_no_files_is_reported_all_the_same(run):
     """A full disk, or the run of somebody else: nobody is kept from reading. The tests of root need a folder."""
     Path(run, "report.json").mkdir()
-    assert call(report, [run], "report") == 0
-    printed, note = capfd.readouterr()
-    assert "PromptTooLong" in printed
-    [line] = note.splitlines()
-    assert line.startswith(f"note: report.json and report.html cannot be written into {run}: ")
+    ended = specextend("report", run)
+    assert "PromptTooLong" in ended.stdout
+    assert ended.line(0).startswith(f"note: report.json and report.html cannot be written into {run}: ")
 
 
 def test_report_json_is_json_whatever_the_rows_hold(tmp_path):

@@ -1,12 +1,9 @@
 """Two runs side by side."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-from specextend.cli.command import call
-from specextend.cli.report import compare as compare_command
 from specextend.cli.report import over_limits
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
@@ -47,19 +44,17 @@ def test_texts_are_compared_by_id_and_character_by_character(pair):
     assert compared["configuration"] == {"decoding.max_new_tokens": [256, 99], "hash of target": ["a" * 12, "b" * 12]}
 
 
-def test_figures_stand_side_by_side(pair, capsys):
+def test_figures_stand_side_by_side(pair, tmp_path):
     """The command prints them and writes nothing."""
-    here, there = pair
-    before = sorted(Path(here).rglob("*")), sorted(Path(there).rglob("*"))
-    assert call(compare_command, [here, there], "compare") == 0
-    printed = capsys.readouterr().out
+    before = sorted(tmp_path.rglob("*"))
+    printed = specextend("compare", *pair).exits(0).stdout
     [line] = [line for line in printed.splitlines() if "rows done" in line]
     assert [cell.strip() for cell in line.strip("│ ").split("│")] == ["rows done", "4", "3", "1.33"]
     assert "Different where the ids are equal: 1 of 3 texts (33.3%)." in printed
     assert "For example: 0.parquet:1" in printed
     assert "Done only here: 1 document." in printed
     assert "decoding.max_new_tokens" in printed
-    assert (sorted(Path(here).rglob("*")), sorted(Path(there).rglob("*"))) == before
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

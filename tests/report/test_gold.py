@@ -7,7 +7,6 @@ from math import comb, nan
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +15,7 @@ from specextend.data.answers import schema_of
 from specextend.data.schema import text_columns
 from specextend.data.storage import resolve
 from specextend.report.gold import bootstrap, check_gold, gold_figures, mcnemar, wilson
+from tests.report.made_up import write_part
 
 COUNTS = st.integers(0, 60)
 
@@ -61,8 +61,7 @@ def found_of(folder, field, answers, gold, confidences=None):
     table = pa.table({"doc_id": ids, field: pa.array(answers, TYPES[field]), "known": gold})
     if confidences is not None:
         table = table.append_column("confidence", pa.array([{field: each} for each in confidences]))
-    (folder / "summaries").mkdir()
-    pq.write_table(table, folder / "summaries" / "part-00000.parquet")
+    write_part(folder / "summaries", table)
     return gold_figures(resolve(str(folder)), {"config": config}).get(field)
 
 
@@ -84,7 +83,6 @@ def test_answers_are_grouped_by_confidence_and_the_least_certain_come_first(tmp_
     assert [group["probability"] for group in groups] == sorted(group["probability"] for group in groups)
     assert sum(group["rows"] * group["accuracy"] for group in groups) == pytest.approx(sum(answers[:47]))
     assert all(group["interval"][0] < group["accuracy"] < group["interval"][1] for group in groups)
-    (tmp_path / "few").mkdir()
     assert found_of(tmp_path / "few", "closed", answers[:19], pa.array([True] * 19), sure[:19])["calibration"] == []
 
 

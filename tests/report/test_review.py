@@ -17,7 +17,7 @@ from specextend.report.review import Stratum, allocate, stratified
 from tests.data.conftest import location
 from tests.job.conftest import read_json, specextend
 from tests.properties.rows import done
-from tests.report.made_up import config_of, write_manifest_file
+from tests.report.made_up import config_of, write_manifest_file, write_part
 
 FLAGS = [["truncated"]] * 60 + [["copied", "truncated"]] * 20 + [["copied"]] * 17 + [["rule:short", "copied"]] * 3
 NUM_ROWS = 400
@@ -42,8 +42,7 @@ def output(tmp_path_factory):
         done(DocumentKey(0, row), f"=text {row};\nits end") | {"doc_id": ids[row], "quality_flags": each}
         for row, each in enumerate(flags)
     ]
-    (output / "summaries").mkdir()
-    pq.write_table(pa.Table.from_pylist(made, schema=SUMMARY_SCHEMA), output / "summaries" / "part-00000.parquet")
+    write_part(output / "summaries", pa.Table.from_pylist(made, schema=SUMMARY_SCHEMA))
     return output
 
 
