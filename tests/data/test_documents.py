@@ -118,9 +118,9 @@ def prepare(folder):
     return call
 
 
-def documents(folder, *flags):
+def documents(folder, flags=""):
     """Prepare a folder as a user does."""
-    return specextend("prepare", "documents", folder, *flags, "--output", f"{folder}.out")
+    return specextend(f"prepare documents {folder} {flags} --output {folder}.out")
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_what_cannot_be_read_is_named_with_its_reason_and_the_rest_is_there(fold
     assert "(and 2 more like this)" in told.stderr
     assert "; 0 files read, 10 failed, 1 unchanged; " in told.stdout
     (folder / "a.csv").unlink()
-    documents(folder, "--encoding", "latin-1", "--skip-unreadable").exits(0)
+    documents(folder, "--encoding latin-1 --skip-unreadable").exits(0)
     assert rows(folder, "text") == ["One report.", "café"]
 
 
@@ -514,8 +514,7 @@ def test_rows_keep_their_columns_and_a_bad_row_aborts_nothing(folder):
     broken += ['{"body": "caf\xe9"}', '{"body": "last", "key": "y"}']
     (folder / "a.jsonl").write_text("\n".join([*map(json.dumps, lines), "", *broken]), "latin-1")
     (folder / "b.csv").write_bytes(b"key,body,n\nx,taken,5\nz,fine,many\nw,caf\xe9,1\nv,short\n")
-    fields = ["--text-field", "body", "--id-field", "key"]
-    ended = documents(folder, *fields).exits(3)
+    ended = documents(folder, "--text-field body --id-field key").exits(3)
     assert rows(folder, "id", "title", "text", "n", "tags", "big", "text_") == [
         ("7", "T", "one", "1", '["a"]', None, "other"),
         ("x", None, "two", "2.5", None, str(1 << 70), None),
@@ -535,7 +534,7 @@ def test_rows_keep_their_columns_and_a_bad_row_aborts_nothing(folder):
 def test_several_patterns_sources_and_single_files_lose_none(folder, prepare):
     """The last `--pattern` alone was used. The ids of two folders must not meet."""
     put(folder, {name: name for name in ["x/a.md", "x/b.log", "x/c.txt", "y/a.md", "y/deep/d.log", "README"]})
-    documents(folder, "--pattern", "*.md", "--pattern", "deep/*.log").exits(0)
+    documents(folder, "--pattern '*.md' --pattern 'deep/*.log'").exits(0)
     assert rows(folder, "id") == rows(folder, "text") == ["x/a.md", "y/a.md", "y/deep/d.log"]
     assert failures(folder) == {"README": "left out", "b.log": "left out", "c.txt": "left out"}
     sources = [f"{folder}/x", f"{folder}/y/**/*.md", f"{folder}/README", f"{folder}/x/a.md"]
@@ -586,7 +585,7 @@ def test_a_wrong_argument_is_one_line(arguments, said, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     put(tmp_path, {"texts/a.txt": "a"})
     output = "" if "--output" in arguments else " --output out"
-    assert said in specextend("prepare", *f"{arguments}{output}".split()).line()
+    assert said in specextend(f"prepare {arguments}{output}").line()
     assert not (tmp_path / "out").exists()
 
 
@@ -605,9 +604,9 @@ def test_a_missing_package_names_the_format_and_the_extra(folder, prepare, monke
 def test_a_data_set_of_the_hub_keeps_its_columns(folder):
     """By its name and split, here one in a local folder."""
     pq.write_table(pa.table({"report": ["one", None, "three"], "pages": [1, 2, 3]}), folder / "test-0.parquet")
-    arguments = ["hf", folder, "--split", "test", "--text-field", "report", "--output", f"{folder}.out"]
     for _ in range(2):
-        assert specextend("prepare", *arguments).exits(3).stdout.partition(";")[0] == f"2 documents in {folder}.out"
+        ended = specextend(f"prepare hf {folder} --split test --text-field report --output {folder}.out").exits(3)
+        assert ended.stdout.partition(";")[0] == f"2 documents in {folder}.out"
     assert rows(folder, "id", "text", "pages") == [
         (f"{folder}:test:0", "one", 1),
         (f"{folder}:test:2", "three", 3),

@@ -15,10 +15,10 @@ def test_files_with_large_row_groups_are_written_in_smaller_ones(tmp_path, monke
     (tmp_path / "in" / "deep").mkdir(parents=True)
     for name in ("a.parquet", "deep/b.parquet"):
         pq.write_table(table, tmp_path / "in" / name, compression="none", use_dictionary=["kind"])
-    done = specextend("prepare", "repartition", "in", "--output", "out").exits(0)
+    done = specextend("prepare repartition in --output out").exits(0)
     assert done.stdout == "2 files in out\n"
     metadata = pq.read_metadata(tmp_path / "out" / "deep" / "b.parquet")
     assert metadata.num_row_groups > 2
     assert max(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)) < 20 << 20
     assert pq.read_table(tmp_path / "out" / "deep" / "b.parquet").to_pylist() == table.to_pylist()
-    assert specextend("prepare", "repartition", "in", "--output", "in/out").code == 2
+    assert specextend("prepare repartition in --output in/out").code == 2

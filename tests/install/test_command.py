@@ -13,7 +13,7 @@ from specextend.config import RunConfig
 from tests.job.conftest import ROOT, environment, ran, specextend, write_corpus
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["train", "--help"], ["configs"]])
+@pytest.mark.parametrize("arguments", ["--help", "--version", "run --help", "train --help", "configs"])
 def test_help_comes_at_once(arguments):
     """Importing torch takes seconds, in which who asks for a flag has given up. The clock proves nothing here."""
     heavy = {"torch", "ray", "transformers", "pydantic", "pyarrow", "numpy", "yaml"}
@@ -21,7 +21,7 @@ def test_help_comes_at_once(arguments):
         "import os, sys; from specextend.cli.main import main\n"
         f"os._exit = lambda code: sys.exit(sorted({heavy} & sys.modules.keys()) or code)\nmain()"
     )
-    ended = ran(sys.executable, "-c", code, *arguments).exits(0)
+    ended = ran(sys.executable, "-c", code, *arguments.split()).exits(0)
     assert ended.stderr == ""
     assert ended.stdout
 
@@ -31,7 +31,7 @@ def test_every_command_has_its_help():
     listed = [line.split()[0] for line in specextend("--help").stdout.partition("Commands:\n")[2].splitlines()]
     assert listed[:5] == ["demo", "prepare", "init", "run", "plan"]
     for name in listed:
-        ended = specextend(name, "--help")
+        ended = specextend(f"{name} --help")
         assert ended.code == 0, name
         assert ended.stdout.lower().startswith("usage: ")
 
@@ -53,7 +53,7 @@ def test_what_is_wrong_is_said_in_one_line(arguments, said, tmp_path, monkeypatc
     """With exit code 2, whichever library found it."""
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").touch()
-    line = specextend(*arguments.split()).line()
+    line = specextend(arguments).line()
     assert line[:7] == "error: "
     assert said in line
 
@@ -68,8 +68,8 @@ def test_of_several_configurations_a_later_one_wins_key_by_key(tmp_path, monkeyp
     (tmp_path / "mine" / "own.yaml").write_text(
         "input: {path: in}\ndraft: {kind: ngram}\ndecoding: {max_new_tokens: 9}\n"
     )
-    given = ["--config", "smollm2", "--config", "keywords", "--config", "mine/own.yaml"]
-    shown = specextend("config", "show", *given, "--set", "output.path=out").stdout.splitlines()
+    given = "--config smollm2 --config keywords --config mine/own.yaml"
+    shown = specextend(f"config show {given} --set output.path=out").stdout.splitlines()
     assert {
         f'  path: "{tmp_path}/mine/in"  # mine/own.yaml',
         f'  path: "{tmp_path}/out"  # --set',
@@ -83,13 +83,13 @@ def test_of_several_configurations_a_later_one_wins_key_by_key(tmp_path, monkeyp
     one = RunConfig.load(["smollm2", "keywords", "mine/own.yaml"], ["output.path=out"])
     (tmp_path / "one.yaml").write_text("\n".join(shown))
     assert one == RunConfig.load("one.yaml")
-    alone = specextend("plan", "--config", "keywords", "--input", "in", "--output", "out")
+    alone = specextend("plan --config keywords --input in --output out")
     assert alone.line() == "error: target is missing; a pair brings it: --config smollm2"
 
 
 def test_the_schema_knows_every_key_and_its_meaning():
     """An editor completes keys by it, and shows what they mean."""
-    schema = json.loads(specextend("config", "schema").stdout)
+    schema = json.loads(specextend("config schema").stdout)
     assert set(schema["required"]) == {"input", "output", "target"}
     assert "Parquet" in schema["$defs"]["InputOptions"]["properties"]["path"]["description"]
     missing = [
@@ -112,24 +112,22 @@ def test_the_shipped_configurations_are_listed_with_what_they_need():
 
 def test_a_machine_is_checked_for_a_configuration():
     """Before a night is spent on it; the memory is that of the plan."""
-    fits = specextend("check", "--config", "tiny-random", "--json", "-")
+    fits = specextend("check --config tiny-random --json -")
     found = json.loads(fits.stdout)
     assert fits.code == 0
     assert found["worker"]["problem"] is None
     assert found["cores"] >= 1
-    large = specextend("check", "--config", "tiny-random", "--set", "job.cpus_per_worker=5000").exits(2)
+    large = specextend("check --config tiny-random --set job.cpus_per_worker=5000").exits(2)
     assert large.stdout.splitlines()[-1].startswith("does not fit: job.cpus_per_worker is 5000 but this machine has")
 
 
 def test_the_kernels_of_a_machine_are_tried_with_the_shapes_of_a_target():
     """As a start does, without the target's weights: which are right. Times are for people, and decide nothing."""
-    options = ["--set", "attention.tree=auto", "--kernels", "--time", "--json", "-"]
-    shown = specextend("check", "--config", "tiny-random", *options)
+    shown = specextend("check --config tiny-random --set attention.tree=auto --kernels --time --json -")
     trials = {trial["name"]: trial for trial in json.loads(shown.stdout)["kernels"]}
     assert trials["compiled attention"]["taken"]
     assert not any(trial["is_wrong"] for trial in trials.values())
-    alone = specextend("check", "--kernels")
-    assert "--kernels needs --config" in alone.line()
+    assert "--kernels needs --config" in specextend("check --kernels").line()
 
 
 def test_a_shell_completes_commands_and_names_of_configurations():
@@ -151,9 +149,8 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
     texts = [f"Report {number}. " + "The committee met. " * 9 for number in range(3)]
     columns = {"no": ["a", "b", "c"], "Titel: #1": ["x"] * 3, "body": texts, "doc_id": [7, 8, 9], "n": [1, 2, 3]}
     write_corpus(tmp_path / "my data" / "in.parquet", ["short"] * 3, **columns)
-    ended = specextend("init", "my data", "--config", "tiny-random", "--to", "configs/mine.yaml")
-    assert ended.code == 2, "the folder is not there"
-    ended = specextend("init", "my data", "--config", "tiny-random", "--to", "mine.yaml").exits(0)
+    assert specextend("init 'my data' --config tiny-random --to no/mine.yaml").code == 2, "the folder is not there"
+    ended = specextend("init 'my data' --config tiny-random --to mine.yaml").exits(0)
     assert (
         "column of the text: body (the longest texts: 181 characters on average in the first 3 rows of in.parquet)"
         in ended.stdout
@@ -165,10 +162,10 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
     assert config.input.text_column == "body"
     assert config.input.id_column == "doc_id"
     assert config.output.path == str(tmp_path / "out" / "my data")
-    assert specextend("plan", "--config", "mine.yaml").stdout.startswith("3 of 3 rows to do")
-    again = specextend("init", "my data", "--to", "mine.yaml")
+    assert specextend("plan --config mine.yaml").stdout.startswith("3 of 3 rows to do")
+    again = specextend("init 'my data' --to mine.yaml")
     assert again.line() == "error: mine.yaml exists already; name another file with --to"
-    specextend("init", "my data", "--config", "tiny-random", "--config", "translation", "--to", "task.yaml").exits(0)
+    specextend("init 'my data' --config tiny-random --config translation --to task.yaml").exits(0)
     own = [
         "input.path=my data",
         "input.text_column=body",
@@ -177,7 +174,7 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
     ]
     assert RunConfig.load("task.yaml") == RunConfig.load(["tiny-random", "translation"], own)
     assert len((tmp_path / "task.yaml").read_text().splitlines()) < 16, "of seventy lines nobody finds their own five"
-    specextend("init", "my data", "--config", "mine.yaml", "--config", "keywords", "--to", "more.yaml").exits(0)
+    specextend("init 'my data' --config mine.yaml --config keywords --to more.yaml").exits(0)
     more = RunConfig.load("more.yaml")
     assert more.output.column == "keywords"
     assert more.target == config.target
@@ -188,7 +185,7 @@ def test_the_first_night_leaves_out_what_the_first_run_has_done(tmp_path, monkey
     """With the two lines "every night" taken up, it did everything again, inside the folder of the first run."""
     monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path / "in" / "in.parquet", ["The committee met."] * 3)
-    assert specextend("init", "in", "--to", "first.yaml").code == 0
+    assert specextend("init in --to first.yaml").code == 0
     begun = (tmp_path / "first.yaml").read_text()
     night = begun.replace("# except_done_in:", "except_done_in:").replace('path: "out/in"\n  # ', "")
     (tmp_path / "night.yaml").write_text(night)
@@ -234,12 +231,12 @@ def test_no_column_is_taken_for_an_id_without_a_reason(tmp_path, monkeypatch):
     """The run refuses repeated ids, and numbers rows where there are none."""
     monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path / "a.parquet", ["one two three", "four"], id=["x", "x"], year=[1, 2])
-    assert specextend("init", "a.parquet", "--config", "tiny-random").code == 0
+    assert specextend("init a.parquet --config tiny-random").code == 0
     assert "  # id_column: NAME # no column is named as an id and unique" in (tmp_path / "a.yaml").read_text()
     assert RunConfig.load("a.yaml").input.id_column is None
     columns = {"url": ["x", None, "y"] * 4, "fetched_at": [f"2026-01-{day:02}" for day in range(1, 13)]}
     write_corpus(tmp_path / "b.parquet", ["one two three"] * 12, **columns)
-    said = specextend("init", "b.parquet", "--config", "tiny-random").stdout
+    said = specextend("init b.parquet --config tiny-random").stdout
     assert "of the id: fetched_at (unique in the first 12 rows of b.parquet; url is named as one, but has nulls" in said
 
 
@@ -250,7 +247,7 @@ def test_init_says_what_the_data_lacks_for_the_task(tmp_path, monkeypatch):
     write_corpus(tmp_path / "data" / "a.parquet", texts, Titel=[f"T{i}" for i in range(12)], Nummer=list(range(12)))
     write_corpus(tmp_path / "data" / "b.parquet", ["one"], Nummer=["7"])
     (tmp_path / "data" / "c.pdf").touch()
-    ended = specextend("init", "data", "--config", "tiny-random", "--config", "question").exits(0)
+    ended = specextend("init data --config tiny-random --config question").exits(0)
     assert ": 1 .pdf; run specextend prepare documents data --output out/data-documents\n" in ended.stdout
     assert "of the id: Nummer (unique in the first 12 rows of a.parquet)" in ended.stdout
     assert "b.parquet and a.parquet differ in Nummer, Titel; a run needs the columns it uses in all" in ended.stdout

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -138,9 +139,9 @@ def in_process(script, *arguments):
     return _as_main(runpy.run_path, str(ROOT / "jobs" / script), *arguments)
 
 
-def specextend(*arguments):
-    """Run the command `specextend` in this process."""
-    return _as_main(runpy.run_module, "specextend", *arguments)
+def specextend(line, *arguments):
+    """Run the command `specextend` in this process, as it is typed; `arguments` are words as they are."""
+    return _as_main(runpy.run_module, "specextend", *shlex.split(line), *arguments)
 
 
 def _as_main(run, *argv):

@@ -90,7 +90,7 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, values):
     write_part(tmp_path / "summaries", pa.Table.from_pylist([row | (values or {})]))
     if values is None:
         (tmp_path / "summaries" / "part-00000.parquet").write_bytes(b"PAR1 and nothing more")
-    assert "part-00000.parquet is damaged" in specextend("report", tmp_path).line()
+    assert "part-00000.parquet is damaged" in specextend(f"report {tmp_path}").line()
 
 
 @pytest.mark.parametrize("is_away", [True, False])
@@ -107,7 +107,7 @@ def test_a_report_needs_neither_the_input_nor_what_others_have_left_there(run, t
 def test_a_folder_that_takes_no_files_is_reported_all_the_same(run):
     """A full disk, or the run of somebody else: nobody is kept from reading. The tests of root need a folder."""
     Path(run, "report.json").mkdir()
-    ended = specextend("report", run)
+    ended = specextend(f"report {run}")
     assert "PromptTooLong" in ended.stdout
     assert ended.line(0).startswith(f"note: report.json and report.html cannot be written into {run}: ")
 

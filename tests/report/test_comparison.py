@@ -60,20 +60,20 @@ def test_figures_stand_side_by_side(pair, tmp_path):
 @pytest.mark.parametrize(
     "limits, code, said",
     [
-        ((), 0, ""),
-        (("--max-differing", "0.34"), 0, "note: 3 documents in both runs, 1 in only one"),
+        ("", 0, ""),
+        ("--max-differing 0.34", 0, "note: 3 documents in both runs, 1 in only one"),
         (
-            ("--max-differing", "0.33"),
+            "--max-differing 0.33",
             3,
             "--max-differing 0.33: 0.33 of the texts of the candidate {} differ from those "
             "of the baseline {} (1 of the 3 documents that both have done)",
         ),
-        (("--max-slower", "0.1"), 3, "--max-slower 0.1: the speed of {} is not known"),
+        ("--max-slower 0.1", 3, "--max-slower 0.1: the speed of {} is not known"),
     ],
 )
 def test_a_comparison_is_a_gate(pair, limits, code, said):
     """For a pipeline that takes a new draft only if texts stay the same; a speed that is not known is none."""
-    ended = specextend("compare", *pair, "--json", "-", *limits)
+    ended = specextend(f"compare --json - {limits}", *pair)
     assert ended.code == code, ended.stderr
     assert json.loads(ended.stdout)["texts"]["differing"] == 1
     assert said.format(*pair) in ended.stderr
@@ -97,7 +97,7 @@ def test_there_is_nothing_to_compare_without_a_common_document(tmp_path):
     """A gate that nothing has passed through is neither open nor closed."""
     here = run_of(tmp_path / "here", {0: "a"})
     there = run_of(tmp_path / "there", {1: "a"})
-    assert "nothing to compare: " in specextend("compare", here, there, "--max-differing", "1").line()
+    assert "nothing to compare: " in specextend(f"compare {here} {there} --max-differing 1").line()
 
 
 def test_a_run_that_has_nothing_done_is_a_run(tmp_path):

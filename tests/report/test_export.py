@@ -44,22 +44,22 @@ def commit(output, run_id, *made):
     CommitWriter(location(output), run_id).commit(made)
 
 
-def follow(output, to, *more):
-    return specextend("export", output, "--follow", "--to", to, *more)
+def follow(output, to, more=""):
+    return specextend(f"export {output} --follow --to {to} {more}")
 
 
 def test_a_follower_that_was_stopped_goes_on_where_it_was(stopped, tmp_path):
     """A row that came twice would be counted twice; one that was left out is missed by nobody before the morning."""
     live = tmp_path / "live"
     before = sorted(stopped.rglob("*"))
-    ended = follow(stopped, live, "--format", "jsonl").exits(75)
+    ended = follow(stopped, live, "--format jsonl").exits(75)
     assert ended.stdout == f"2 of 4 documents in {live}; 1 failed\n"
     assert ended.stderr == "the run has stopped before its end; run it again, then this command\n"
     assert sorted(stopped.rglob("*")) == before, "nothing is written into its folder"
     first = {path.name: path.stat().st_mtime_ns for path in live.iterdir()}
     commit(stopped, "0000000b", answer(1, "b"), answer(2, "c again"))  # a retry, and a driver that came too late
     commit(stopped, "0000000b", failed_row(3, doc_id="doc-3"))
-    ended = follow(stopped, live, "--format", "jsonl").exits(0)
+    ended = follow(stopped, live, "--format jsonl").exits(0)
     assert ended.stderr == ""
     assert ended.stdout == f"3 of 4 documents in {live}; 1 failed\n"
     assert {path.name: path.stat().st_mtime_ns for path in live.iterdir()}.items() > first.items()
@@ -67,7 +67,7 @@ def test_a_follower_that_was_stopped_goes_on_where_it_was(stopped, tmp_path):
     answers = {line["doc_id"]: line["summary"] for line in lines}
     assert len(lines) == len(answers)
     assert answers == {"doc-0": "a", "doc-1": "b", "doc-2": "c"}
-    follow(stopped, tmp_path / "two", "--columns", "summary,doc_id").exits(0)
+    follow(stopped, tmp_path / "two", "--columns summary,doc_id").exits(0)
     assert texts(tmp_path / "two") == sorted(answers.items())
     assert [*rows(tmp_path / "two")[0]] == ["summary", "doc_id"]
 
@@ -102,8 +102,8 @@ def night(tmp_path):
     return night
 
 
-def merge(to, *arguments):
-    return specextend("export", "--latest", *arguments, "--to", to)
+def merge(to, *runs, more=""):
+    return specextend(f"export --latest --to {to} {more}", *runs)
 
 
 def test_the_newest_answer_to_each_id_is_that_of_the_run_that_began_last(night, tmp_path):
@@ -125,9 +125,9 @@ def test_only_the_columns_that_are_named_are_exported_in_that_order(night, tmp_p
     """What goes to a colleague has two columns, not those of the decoding; a wrong name is met by those there are."""
     run = night(1, {"a": "a1"}, title="A")
     to = tmp_path / "two.csv"
-    assert merge(to, run, "--columns", "title,doc_id").code == 0
+    assert merge(to, run, more="--columns title,doc_id").code == 0
     assert to.read_text().splitlines() == ['"title","doc_id"', '"A","a"']
-    ended = merge(tmp_path / "no.csv", run, "--columns", "doc_id,keywords")
+    ended = merge(tmp_path / "no.csv", run, more="--columns doc_id,keywords")
     assert "there is no keywords; there are doc_id, summary," in ended.line()
 
 
@@ -160,7 +160,7 @@ def test_every_value_is_written_without_quotes_inside_of_quotes(night, tmp_path)
     columns = {str(number): pa.array([value], kind) for number, (value, kind, _) in enumerate(ODD_VALUES)}
     write_part(run / "summaries", pa.table(columns).rename_columns({"0": "doc_id"}))
     for ending in ("csv", "jsonl"):
-        specextend("export", run, "--to", tmp_path / f"to.{ending}").exits(0)
+        specextend(f"export {run} --to {tmp_path}/to.{ending}").exits(0)
     [cells] = csv.DictReader((tmp_path / "to.csv").read_text(encoding="utf-8").splitlines())
     assert [*cells.values()] == [value if isinstance(value, str) else json.dumps(value) for value in spelled]
     [line] = (tmp_path / "to.jsonl").read_text(encoding="utf-8").splitlines()
@@ -183,7 +183,7 @@ OLD_S = -2_600_000_000
 def test_times_that_a_format_would_round_are_refused(night, tmp_path, value, kind, codes):
     run = night(1, {"a": "a1"}, t=pa.scalar(value, kind))
     to = [tmp_path / f"to.{ending}" for ending in ("csv", "jsonl", "parquet")]
-    assert [specextend("export", run, "--to", each).code for each in to] == codes
+    assert [specextend(f"export {run} --to {each}").code for each in to] == codes
     if codes == [2, 0, 0]:
         assert '"1887-08-11T10:40:08+00:53:28"' in to[1].read_text()
 
@@ -193,37 +193,37 @@ def test_a_spreadsheet_executes_no_text_that_a_document_has_brought(night, stopp
     formulas = ["=1+1", "'=1", "+1", "-1", "@a", " \t=1", "\t1", "\r1", "\uff1d1"]
     texts = [*formulas, "a=1", "'a", "", "1-1"]
     run = night(1, {str(number): text for number, text in enumerate(texts)}, **{"=n": -1})
-    for more, expected in ((), texts), (("--spreadsheet-safe",), ["'" + text for text in formulas] + texts[-4:]):
-        to = tmp_path / f"to{len(more)}.csv"
-        assert specextend("export", run, "--to", to, "--columns", "summary,=n", *more).code == 0
+    for more, expected in ("", texts), ("--spreadsheet-safe", ["'" + text for text in formulas] + texts[-4:]):
+        to = tmp_path / f"to{more}.csv"
+        assert specextend(f"export {run} --to {to} --columns summary,=n {more}").code == 0
         header, *cells = csv.reader(io.StringIO(to.read_bytes().decode(), newline=""))
-        assert header == ["summary", "'" * len(more) + "=n"]
+        assert header == ["summary", "'" * bool(more) + "=n"]
         assert cells == [[text, "-1"] for text in expected]
     commit(stopped, "0000000b", answer(3, "=1"))
-    assert follow(stopped, tmp_path / "live", "--format", "csv", "--spreadsheet-safe").code == 0
+    assert follow(stopped, tmp_path / "live", "--format csv --spreadsheet-safe").code == 0
     assert any('"\'=1"' in path.read_text() for path in (tmp_path / "live").iterdir())
-    refused = specextend("export", run, "--to", tmp_path / "a.jsonl", "--spreadsheet-safe")
+    refused = specextend(f"export {run} --to {tmp_path}/a.jsonl --spreadsheet-safe")
     assert "--spreadsheet-safe is for CSV" in refused.line()
 
 
 @pytest.mark.parametrize(
-    "name, more", {"a.xlsx": (), "a.json": ("--format", "jsonl"), "a.csv.gz": (), "live.v2": ("--follow",)}.items()
+    "name, more", {"a.xlsx": "", "a.json": "--format jsonl", "a.csv.gz": "", "live.v2": "--follow"}.items()
 )
 def test_no_folder_gets_the_name_of_a_file(night, tmp_path, name, more):
     """`--to answers.xlsx` made a folder of that name with Parquet in it, said that all was there, and exited with 0."""
     run = night(1, {"a": "a1"})
-    ended = specextend("export", run, *more, "--to", tmp_path / name)
+    ended = specextend(f"export {run} {more} --to {tmp_path}/{name}")
     assert "only .csv, .jsonl and .parquet; let the name of a folder end in /" in ended.line()
     assert not (tmp_path / name).exists()
-    assert specextend("export", run, "--to", f"{tmp_path / name}/").code == 0
+    assert specextend(f"export {run} --to {tmp_path / name}/").code == 0
     assert texts(tmp_path / name) == [("a", "a1")]
 
 
-@pytest.mark.parametrize("more", [(), ("--format", "openai"), ("--follow",)])
+@pytest.mark.parametrize("more", ["", "--format openai", "--follow"])
 def test_a_file_that_is_there_already_is_kept(night, tmp_path, more):
     """It was overwritten without a word: the export of another run, or what somebody had noted in it."""
     (to := tmp_path / "answers").write_text("mine")
-    ended = specextend("export", night(1, {"a": "a1"}), *more, "--to", to)
+    ended = specextend(f"export {more} --to {to}", night(1, {"a": "a1"}))
     assert f"{to} is there already; choose another name, or replace it with --replace" in ended.line()
     assert to.read_text() == "mine"
 
@@ -238,10 +238,10 @@ def test_the_second_night_replaces_the_export_of_the_first(night, tmp_path):
     assert merge(to, every).code == 0
     night(2, {"a": "a2"})
     assert merge(to, every).code == 2
-    assert merge(to, every, "--replace").code == 0
+    assert merge(to, every, more="--replace").code == 0
     found = [json.loads(line) for line in to.read_text().splitlines()]
     assert sorted((line["doc_id"], line["summary"]) for line in found) == [("a", "a2"), ("b", "b1")]
-    assert "is not empty; name another folder" in merge(notes, every, "--replace").line()
+    assert "is not empty; name another folder" in merge(notes, every, more="--replace").line()
     assert "there is no run in" in merge(to, tmp_path / "night" / "*").line()
 
 
@@ -249,15 +249,13 @@ def test_a_document_that_the_input_has_no_more_is_left_out(night, tmp_path):
     """It was deleted, and its summary must go with it."""
     nights = night(1, {"a": "a1", "b": "b1"}), night(2, {"c": "c2"}, failed=("d",))
     write_part(tmp_path / "in", pa.table({"id": ["b", "c", "new"], "text": ["x"] * 3}))
-    ended = merge(tmp_path / "merged", *nights, "--only-ids-in", tmp_path / "in")
+    ended = merge(tmp_path / "merged", *nights, more=f"--only-ids-in {tmp_path}/in")
     assert ended.stderr == ""
     assert ended.stdout == (f"2 documents in {tmp_path / 'merged'}; 1 left out, because the input has them no more\n")
     assert texts(tmp_path / "merged") == [("b", "b1"), ("c", "c2")]
 
 
-@pytest.mark.parametrize(
-    "command, folder", [(["export", "--to", "answers.csv"], "summaries"), (["report"], "_run/parts")]
-)
+@pytest.mark.parametrize("command, folder", [("export --to answers.csv", "summaries"), ("report", "_run/parts")])
 def test_a_byte_that_the_disk_has_changed_is_not_read_as_an_answer(tmp_path, monkeypatch, stopped, command, folder):
     """It was exported with exit 0. Pages have checksums, which a reader compares only if it is asked to."""
     monkeypatch.chdir(tmp_path)
@@ -265,7 +263,7 @@ def test_a_byte_that_the_disk_has_changed_is_not_read_as_an_answer(tmp_path, mon
     if folder == "summaries":
         write_part(stopped / folder, pa.table({"doc_id": [*"abcd"], "summary": ["a summary"] * 4}))
     damage(max((stopped / folder).iterdir()), "byte")
-    assert "is damaged (" in specextend(command[0], stopped, *command[1:]).line()
+    assert "is damaged (" in specextend(command, stopped).line()
     assert not (tmp_path / "answers.csv").exists()
 
 
@@ -288,6 +286,6 @@ def test_runs_that_do_not_belong_together_are_not_merged(night, tmp_path):
     ):
         assert said in merge(tmp_path / "merged", run, other).line()
         assert not (tmp_path / "merged").exists()
-    assert specextend("export", first, number, "--to", tmp_path / "merged").code == 2
+    assert specextend(f"export {first} {number} --to {tmp_path}/merged").code == 2
     said = merge(tmp_path / "merged", first, night(5, {"a": "a5"}, digest="e" * 64)).stdout
     assert '; the runs differ (weights of target: "ffffffffffff" there, "eeeeeeeeeeee" here)' in said
