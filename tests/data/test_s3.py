@@ -215,8 +215,8 @@ def test_a_whole_job_reads_and_writes_object_storage(s3):
     assert "out/_SUCCESS" in files
     parts = [("PUT", f"/corpus/{name}") for name in files if name.startswith("out/_run/parts/part-")]
     assert {change for change in s3.changes() if "/_run/parts/part-" in change[1]} == {*parts}, "one request a part"
-    for more, to in (["--follow"], "live"), ([], "answers.csv"):
-        told = specextend("export s3://corpus/out", *more, "--to", f"s3://corpus/{to}").exits(0)
+    for more, to in ("--follow", "live"), ("", "answers.csv"):
+        told = specextend(f"export s3://corpus/out {more} --to s3://corpus/{to}").exits(0)
         assert told.stdout == f"8 of 10 documents in s3://corpus/{to}; 2 failed\n"
     assert {"live", "answers.csv"} <= {name.partition("/")[0] for name in s3.files()}
     s3.requests.clear()

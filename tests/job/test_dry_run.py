@@ -23,9 +23,9 @@ def corpus(tmp_path):
 
 def test_a_calibration_measures_the_time(local_ray, corpus, tmp_path):
     """The real engine over real documents, and what the night would cost."""
-    settings = ["input.id_column=null", "report.price_per_worker_hour=36", "job.workers=2"]
-    arguments = ["--config", CONFIG, *on(corpus, tmp_path / "out", *settings), "--calibrate", "3"]
-    said = specextend("plan", *arguments, "--json", tmp_path / "plan.json").exits(0).stdout
+    given = on(corpus, tmp_path / "out", "input.id_column=null", "report.price_per_worker_hour=36", "job.workers=2")
+    line = f"plan --config tiny-random --calibrate 3 --json {tmp_path}/plan.json"
+    said = specextend(line, *given).exits(0).stdout
     assert not (tmp_path / "out").exists(), "a dry run writes nothing there"
     assert max(len(line) for line in said.splitlines() if line.startswith("  ")) <= 80, "on a terminal tables are whole"
     assert "time: by a calibration of 3 documents on" in said

@@ -1,7 +1,6 @@
 """GGUF files: unpacked once, to a folder that holds the same model."""
 
 import os
-import shlex
 from dataclasses import replace
 
 import gguf
@@ -10,10 +9,10 @@ import pytest
 import torch
 
 from benchmarks.peers import add_shape, gguf_tensors
-from specextend.cli.command import call
-from specextend.cli.prepare import prepare
 from specextend.models.causal_lm import check_model, load_causal_lm, load_tokenizer, rope_frequencies
 from specextend.models.model_files import ModelError
+from tests.job.conftest import specextend
+from tests.refused import refused
 
 
 def write_gguf(path, model, tokenizer, add=lambda writer: None, leave_out=""):
@@ -60,14 +59,14 @@ def folder_and_file(write):
     return write()
 
 
-def unpack(file, folder, *arguments):
-    return call(prepare, ["model", str(file), "--output", str(folder), *arguments], "prepare")
+def unpack(file, folder):
+    return specextend(f"prepare model {file} --output {folder} --dtype float32")
 
 
 def test_an_unpacked_gguf_file_is_the_model_it_was_made_from(folder_and_file, tmp_path):
     """Facts and logits: the engine sees a folder like any other."""
     folder, file = folder_and_file
-    assert unpack(file, tmp_path / "made" / "unpacked", "--dtype", "float32") == 0
+    unpack(file, tmp_path / "made" / "unpacked").exits(0)
     made = str(tmp_path / "made" / "unpacked")
     assert replace(check_model(made), name="") == replace(check_model(str(folder)), name="")
     token_ids = torch.tensor([[1, 5, 9, 20, 3]])
@@ -80,29 +79,25 @@ def test_an_unpacked_gguf_file_is_the_model_it_was_made_from(folder_and_file, tm
 def test_a_gguf_file_as_a_target_is_refused_with_the_command_that_works(folder_and_file, tmp_path, monkeypatch):
     """Unpacking takes minutes for a large model: once, not in each worker of each start."""
     _, file = folder_and_file
-    with pytest.raises(ModelError, match="must be unpacked once") as refused:
-        check_model(str(file))
+    said, _, command = refused(check_model, str(file), kind=ModelError).partition("specextend ")
+    assert "must be unpacked once" in said
     monkeypatch.chdir(tmp_path)
-    command = shlex.split(str(refused.value).partition("specextend prepare ")[2])
-    assert call(prepare, command, "prepare") == 0
+    specextend(command).exits(0)
     assert check_model("./FOLDER").num_layers == 2
 
 
 @pytest.mark.parametrize("kept", [200, -100])
-def test_a_gguf_file_cut_short_is_refused_in_one_line_and_leaves_nothing(folder_and_file, tmp_path, capsys, kept):
+def test_a_gguf_file_cut_short_is_refused_in_one_line_and_leaves_nothing(folder_and_file, tmp_path, kept):
     """An interrupted download, wherever it stopped."""
     _, file = folder_and_file
     file.write_bytes(file.read_bytes()[:kept])
-    assert unpack(file, tmp_path / "made" / "unpacked") == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert "tiny.gguf" in line
+    assert "tiny.gguf" in unpack(file, tmp_path / "made" / "unpacked").line()
     assert os.listdir(tmp_path / "made") == []
 
 
-def test_a_folder_that_holds_something_is_left_alone(folder_and_file, capsys):
+def test_a_folder_that_holds_something_is_left_alone(folder_and_file):
     folder, file = folder_and_file
-    assert unpack(file, folder) == 2
-    assert "holds something already" in capsys.readouterr().err
+    assert "holds something already" in unpack(file, folder).line()
     assert check_model(str(folder)).num_layers == 2
 
 
@@ -131,13 +126,13 @@ def scaled(kind, also=lambda writer: None):
 
 @pytest.fixture
 def convert(write, tmp_path):
-    """Write a file, and unpack it; return the exit code."""
+    """Write a file, and unpack it."""
     return lambda **changes: unpack(write(**changes)[1], tmp_path / "made")
 
 
 def test_digits_are_parted_as_the_file_says(convert, tmp_path):
     """SmolLM's tokenizer parts them before all else; blanks before a number were other tokens than its own."""
-    assert convert(add=lambda writer: writer.add_tokenizer_pre("smollm")) == 0
+    convert(add=lambda writer: writer.add_tokenizer_pre("smollm")).exits(0)
     backend = load_tokenizer(str(tmp_path / "made")).backend_tokenizer
     assert [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str("a  12")][-3:] == ["ĠĠ", "1", "2"]
 
@@ -156,7 +151,7 @@ def test_digits_are_parted_as_the_file_says(convert, tmp_path):
 )
 def test_the_scaling_of_a_rope_is_carried_over(convert, tmp_path, add, rope):
     """It became `default`: short prompts were right, and long documents were read worse and worse."""
-    assert convert(add=add) == 0
+    convert(add=add).exits(0)
     made = load_causal_lm(str(tmp_path / "made"), "float32", "cpu")
     assert made.config.rope_parameters == DEFAULT | rope
 
@@ -174,10 +169,9 @@ def test_the_scaling_of_a_rope_is_carried_over(convert, tmp_path, add, rope):
         "blk.1.ffn_up.weight is missing or has no place": {"leave_out": "blk.1.ffn_up.weight"},
     }.items(),
 )
-def test_what_a_gguf_file_holds_and_no_folder_says_is_refused(convert, tmp_path, capsys, changes, said):
+def test_what_a_gguf_file_holds_and_no_folder_says_is_refused(convert, tmp_path, changes, said):
     """Biases were dropped and missing weights drawn at random; windows, scales and splits were passed over."""
-    assert convert(**changes) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
+    line = convert(**changes).exits(2).stderr.splitlines()[-1]
     assert said in line
     assert "tiny.gguf" in line
     assert not (tmp_path / "made").exists()
