@@ -1,7 +1,6 @@
 """Whatever Parquet can hold passes through with its values, and with its type if all files have the same."""
 
 import datetime
-from dataclasses import replace
 from decimal import Decimal
 from itertools import product
 from pathlib import Path
@@ -14,9 +13,8 @@ import pytest
 from specextend.core import DocumentKey
 from specextend.data.check import guess_columns
 from specextend.data.finalize import finalize
-from specextend.data.inputs import InputError, InputOptions
+from specextend.data.inputs import InputError
 from specextend.data.selection import select_rows
-from specextend.data.source import open_source
 from tests.data.conftest import commit_all, opened
 
 NUM_ROWS = 700
@@ -56,7 +54,7 @@ def summaries_of(output):
     return summaries
 
 
-def test_passthrough_keeps_types_and_values(tmp_path, summaries_of):
+def test_passthrough_keeps_types_and_values(write, summaries_of):
     """A null in every seventh row. A column that holds nothing else comes out as text, which every reader takes.
 
     The values of a dictionary in several row groups may be more than its index can tell apart: made one, nobody could
@@ -67,11 +65,10 @@ def test_passthrough_keeps_types_and_values(tmp_path, summaries_of):
         for name, (_, given) in COLUMNS.items()
     }
     groups = [slice(begin, begin + GROUP_ROWS) for begin in range(0, NUM_ROWS, GROUP_ROWS)]
-    table = pa.table(
-        {name: pa.chunked_array([values[name][each] for each in groups], kind) for name, (kind, _) in COLUMNS.items()}
-    )
-    path = tmp_path / "a.parquet"
-    pq.write_table(table.append_column("text", table["string"]), path, compression="zstd", row_group_size=GROUP_ROWS)
+    kinds = {"text": pa.string()} | {name: kind for name, (kind, _) in COLUMNS.items()}
+    values["text"] = values["string"]
+    columns = {name: pa.chunked_array([values[name][each] for each in groups], kinds[name]) for name in kinds}
+    path = write("a.parquet", columns, GROUP_ROWS)
     source = opened(path, passthrough=tuple(COLUMNS))
     [written] = summaries_of(source)
     for name in COLUMNS:
@@ -85,14 +82,14 @@ FLAT = [pa.large_string(), pa.string_view(), pa.json_(pa.string())]
 DICTIONARIES = [pa.dictionary(pa.int32(), pa.string()), pa.dictionary(pa.int8(), pa.large_string())]
 
 
-@pytest.mark.parametrize("kind, encoding", [*product(FLAT, ENCODINGS), *product(DICTIONARIES, ENCODINGS[:2])], ids=str)
+@pytest.mark.parametrize("kind, encoding", [*product(FLAT, ENCODINGS), *product(DICTIONARIES, ENCODINGS[:2])])
 def test_text_is_read_in_every_type_and_encoding(tmp_path, summaries_of, kind, encoding):
     """Text is read as a dictionary, which pyarrow cannot do of every encoding."""
     texts = [None if i % 7 == 6 else f"text {i % 99} " * (1 + i % 99) for i in range(NUM_ROWS)]
     path = tmp_path / "a.parquet"
-    options = {"use_dictionary": True} if encoding == "RLE_DICTIONARY" else {"column_encoding": encoding}
-    table = pa.table({"text": pa.array(texts).cast(kind)})
-    pq.write_table(table, path, row_group_size=300, **{"use_dictionary": False} | options)
+    is_dictionary = encoding == "RLE_DICTIONARY"
+    options = {"use_dictionary": is_dictionary, "column_encoding": None if is_dictionary else encoding}
+    pq.write_table(pa.table({"text": pa.array(texts).cast(kind)}), path, row_group_size=300, **options)
     source = opened(path, passthrough=("text",))
     assert [row.text and row.text.decode() for row in source.scan()] == texts
     for row in range(0, NUM_ROWS, 7):
@@ -112,10 +109,8 @@ def test_times_of_96_bits_are_right_in_every_year(tmp_path, summaries_of):
     columns = {"text": list("abcd"), "until": pa.array(YEARS, pa.timestamp("us")), "nested": nested}
     pq.write_table(pa.table(columns), path, use_deprecated_int96_timestamps=True, row_group_size=2)
     assert pq.ParquetFile(path).schema.column(1).physical_type == "INT96"
-    passthrough = InputOptions(path=str(path), passthrough=("until", "nested"), filter="until > '2262-01-01'")
-    assert [row.key.row for row in select_rows(open_source(passthrough)).scan()] == [0]
-    source = open_source(replace(passthrough, filter=None))
-    [written] = summaries_of(source)
+    assert [row.key.row for row in select_rows(opened(path, filter="until > '2262-01-01'")).scan()] == [0]
+    [written] = summaries_of(opened(path, passthrough=("until", "nested")))
     assert written["until"].to_pylist() == YEARS
     assert written["nested"].to_pylist() == nested
 
@@ -204,19 +199,15 @@ def test_a_file_whose_row_groups_are_encoded_differently_is_read_to_its_end(tmp_
 
 
 @pytest.mark.parametrize("column", ["text", "topic"])
-def test_what_pyarrow_cannot_decode_in_a_later_row_group_is_found_by_the_check(tmp_path, column):
+def test_what_pyarrow_cannot_decode_in_a_later_row_group_is_found_by_the_check(write, column):
     """A file with LZO behind its first rows is not damaged: nobody can repair it, but its writer can write it anew."""
-    path = tmp_path / "a.parquet"
     codec = b"\x18" + bytes([len(column)]) + column.encode() + b"\x15"
-    table = pa.table({"text": ["x"] * 4, "topic": ["y"] * 4})
-    pq.write_table(table, path, row_group_size=2, compression="snappy")
+    path = write("a.parquet", {"text": ["x"] * 4, "topic": ["y"] * 4})
     before, found, behind = path.read_bytes().rpartition(codec + b"\x02")
     path.write_bytes(before + found[:-1] + b"\x06" + behind)
-    options = InputOptions(path=str(path), passthrough=("topic",))
-    with pytest.raises(
-        InputError, match=r"a.parquet uses a feature that pyarrow cannot decode \(.*LZO.*\); it is not damaged: "
-    ):
-        open_source(options)
+    said = r"a.parquet uses a feature that pyarrow cannot decode \(.*LZO.*\); it is not damaged: "
+    with pytest.raises(InputError, match=said):
+        opened(path, passthrough=("topic",))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +221,6 @@ def test_what_pyarrow_cannot_decode_in_a_later_row_group_is_found_by_the_check(t
         [[{"role": "user", "content": "a long text"}]],
         [{"de": "ein langer Text", "en": None}],
     ],
-    ids=range(7),
 )
 def test_no_other_column_is_guessed_to_be_the_text_because_its_type_is_odd(write, text):
     """The titles would be summarised, with exit 0. Pictures and numbers beside a text are not in its way."""

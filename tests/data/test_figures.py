@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend import find_figures
-from specextend.core import Completion
-from specextend.data.quality import QualityOptions, assess
-from specextend.stats import DecodingStats
+from tests.data.test_quality import assessed
 
 ONES = re.findall(
     r"\w+",
@@ -133,15 +131,13 @@ def test_units_scales_and_digits_count(text, document, expected):
     assert [state for _, state in found(text, document)] == expected
 
 
-@pytest.mark.parametrize(
-    "figure, operation",
-    {"$50 million": "sum", "$10 million": "difference", "67 percent": "ratio", "50 percent": "change"}.items(),
-)
-def test_what_follows_from_two_figures_of_a_passage_is_told_apart(figure, operation):
+@pytest.mark.parametrize("figure", ["$50 million", "$10 million", "67 percent", "50 percent"])
+def test_what_follows_from_two_figures_of_a_passage_is_told_apart(figure):
+    """Sum, difference, ratio and change."""
     document = "Other things happened.\n\nSpending on northern harbours rose from $20 million to $30 million in a year."
     text = f"Spending on northern harbours: {figure}."
     [record] = find_figures(text, document)
-    assert record["found"] == "derived", operation
+    assert record["found"] == "derived"
     assert document[record["begin"] : record["end"]] == "$20 million to $30 million"
     assert found("The cats of Rome ate 67 percent.", document) == [("67 percent", "no")]
 
@@ -161,10 +157,7 @@ def test_figures_of_an_answer_are_those_of_its_free_fields():
     """A number of an answer has no unit to differ in; a label is no figure."""
     answer = '{"kind": "7", "sum": 5000000, "share": 2.5, "said": ["on 4 May 2020", "8 euros"], "n": null}'
     document = "On May 4, 2020 the port paid $5 million, 2.5 percent more."
-    completion = Completion("a", [], answer, "stop", DecodingStats())
-    quality = assess(
-        completion, document, 0, None, QualityOptions(), figures_for=frozenset({"sum", "share", "said", "n"})
-    )
+    quality = assessed(answer, document, figures_for=frozenset({"sum", "share", "said", "n"}))
     states = [(each["text"], each["value"], each["found"]) for each in quality.figures]
     assert states == [
         ("5000000", "5000000", "yes"),
@@ -173,7 +166,7 @@ def test_figures_of_an_answer_are_those_of_its_free_fields():
         ("8 euros", "8", "no"),
     ]
     assert "figure_not_found" in quality.quality_flags
-    assert assess(completion, document, 0, None, QualityOptions()).figures is None
+    assert assessed(answer, document).figures is None
 
 
 @pytest.mark.parametrize("text", ["five " + "hundred " * 200, "two " + "dozen " * 400])
@@ -184,8 +177,8 @@ def test_numbers_in_words_that_nobody_means_are_no_figures(text):
 
 @pytest.mark.parametrize("number", ["1e99999999999", "1e-99999999999", "1e" + "9" * 30, "0e99999999999"])
 def test_a_number_of_an_answer_that_is_too_large_to_write_out_is_no_figure(number):
-    completion = Completion("a", [], f'{{"sum": {number}, "share": 2.5e1}}', "stop", DecodingStats())
-    quality = assess(completion, "25", 0, None, QualityOptions(), figures_for=frozenset({"sum", "share"}))
+    answer = f'{{"sum": {number}, "share": 2.5e1}}'
+    quality = assessed(answer, "25", figures_for=frozenset({"sum", "share"}))
     assert [each["text"] for each in quality.figures] == ["25"]
 
 

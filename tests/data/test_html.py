@@ -16,6 +16,12 @@ def read(text, kind="html", **options):
     return read_document(kind, text.encode(), DocumentOptions(**options))
 
 
+def seen(page):
+    """Text of a page, and the number of characters that it hides."""
+    got = read(page)
+    return got["text"], got["hidden_characters"]
+
+
 NESTED = "<math><mfrac><mrow><mi>a</mi><mo>+</mo><mi>b</mi></mrow><mi>c</mi></mfrac><msub><mi>x</mi><mi>i</mi></msub>"
 SUM = "<munderover><mo>\u2211</mo><mrow><mi>i</mi><mo>=</mo><mn>1</mn></mrow><mi>n</mi></munderover></math>"
 TEX = '<annotation encoding="application/x-tex">{\\displaystyle E=mc^{2}}</annotation></semantics></math>'
@@ -100,8 +106,8 @@ def test_a_long_page_takes_time_by_its_length(part):
 )
 def test_what_no_reader_sees_stays_out_and_is_counted(style, element):
     """Text for machines is where instructions to a model hide."""
-    got = read(f"<style>{style}</style>a{element}se cret</p></template></noscript></dialog><p>b")
-    assert (got["text"], got["hidden_characters"]) == ("a\nb", len("secret"))
+    page = f"<style>{style}</style>a{element}se cret</p></template></noscript></dialog><p>b"
+    assert seen(page) == ("a\nb", len("secret"))
 
 
 @pytest.mark.parametrize(
@@ -123,8 +129,7 @@ def test_what_no_reader_sees_stays_out_and_is_counted(style, element):
 )
 def test_what_some_reader_sees_stays(style, element):
     """A page for wide screens, a menu that opens, and one that its script shows are content."""
-    got = read(f"<style>{style}</style>{element}seen")
-    assert (got["text"], got["hidden_characters"]) == ("seen", 0)
+    assert seen(f"<style>{style}</style>{element}seen") == ("seen", 0)
 
 
 LAYOUTS = ["has-sidebar", "no-cookies", "with_menu", "js-navbar", "sidebar", "footer", "main-menu"]

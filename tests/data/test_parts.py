@@ -3,7 +3,6 @@
 import re
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,17 +65,20 @@ def test_each_part_fits_and_has_the_instruction_of_parts_or_the_documents_own(ch
     assert all(len(part.prompt.token_ids) <= 400 - 40 for part in found)
     assert "".join(TEXT[part.span.begin : part.span.end] for part in found) == TEXT
     assert all("Shorten." in chat_tokenizer.decode(part.prompt.token_ids) for part in found)
-    who = around_document("Who?")
-    asked = [prompts.parts(TEXT, 40, who)[0].prompt, *prompts.merges(["one", "two"], 40, who)]
-    assert all("Who?" in chat_tokenizer.decode(prompt.token_ids) for prompt in asked)
+    assert all("Who?" in text for text in asked(chat_tokenizer, prompts, around_document("Who?")))
+
+
+def asked(tokenizer, prompts, own=None):
+    """Texts of the prompts of all parts, and of a merge."""
+    merges = prompts.merges(["one", "two"], 40, own)
+    given = [*(part.prompt for part in prompts.parts(TEXT, 40, own)), *merges]
+    return [tokenizer.decode(prompt.token_ids) for prompt in given]
 
 
 def test_parts_and_merges_ask_what_the_task_asks(chat_tokenizer):
     """Keywords of a long document were summaries of its parts."""
     task = PromptOptions(length_policy="parts", instruction="List the keywords.")
-    prompts = PartPrompts(Prompts(chat_tokenizer, task, 400))
-    asked = [*(part.prompt for part in prompts.parts(TEXT, 40, None)), *prompts.merges(["one", "two"], 40, None)]
-    shown = [chat_tokenizer.decode(prompt.token_ids) for prompt in asked]
+    shown = asked(chat_tokenizer, PartPrompts(Prompts(chat_tokenizer, task, 400)))
     assert all("List the keywords." in text and "ummar" not in text for text in shown)
 
 
@@ -129,14 +131,3 @@ def test_forged_control_tokens_make_smaller_parts(chat_tokenizer):
     found = part_prompts(chat_tokenizer).parts(text, 40, None)
     assert "".join(text[part.span.begin : part.span.end] for part in found) == text
     assert all(len(part.prompt.token_ids) <= 400 - 40 for part in found)
-
-
-def test_the_work_of_a_document_is_estimated_closely(chat_tokenizer):
-    """By it deadlines are set and the longest documents begin first."""
-    prompts = part_prompts(chat_tokenizer)
-    parts = prompts.parts(TEXT, 40, None)
-    merge = prompts.merges(["x" * 40 for _ in parts], 40, None)
-    true = sum(len(prompt.token_ids) for prompt in [*(part.prompt for part in parts), *merge])
-    [prompt_tokens], [outputs] = prompts.work(np.array([len(TEXT)]), np.array([40]))
-    assert prompt_tokens == pytest.approx(true, rel=0.25)
-    assert outputs == 40 * (len(parts) + 1)

@@ -100,7 +100,6 @@ def test_a_model_that_asks_nothing_gets_no_line(write_model):
 @pytest.mark.parametrize(
     "values",
     [{"repetition_penalty": 0}, {"repetition_penalty": "1.1"}, {"suppress_tokens": ["a"]}, {"suppress_tokens": 3}],
-    ids=str,
 )
 def test_what_cannot_be_understood_is_refused(write_model, values):
     """To leave it out would be another model's output."""

@@ -143,7 +143,7 @@ BELOW = [
 ]
 
 
-@pytest.mark.parametrize("rule, report, said", CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize("rule, report, said", CASES)
 def test_a_rule_says_what_it_found_with_its_figures(rule, report, said):
     """A finding without figures cannot be checked."""
     [advice] = give_advice(report)
@@ -153,7 +153,7 @@ def test_a_rule_says_what_it_found_with_its_figures(rule, report, said):
     assert f'"{advice["section"]}"' in TABLES
 
 
-@pytest.mark.parametrize("report", BELOW, ids=range(len(BELOW)))
+@pytest.mark.parametrize("report", BELOW)
 def test_what_is_as_usual_is_not_mentioned(report):
     """Findings that are always there are not read."""
     assert give_advice(report) == []
