@@ -9,7 +9,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from specextend.models.causal_lm import check_model, load_causal_lm
+from specextend.models.model_files import ModelError
 from tests.job.conftest import sets, specextend
+from tests.refused import refused
 
 SHAPE = {
     "vocab_size": 64,
@@ -49,6 +52,20 @@ def write_model(tmp_path):
         return tmp_path / name
 
     return write
+
+
+def load(folder, dtype="float32", *adapter):
+    return load_causal_lm(str(folder), dtype, "cpu", *map(str, adapter))
+
+
+def check(*folders):
+    """Check a model, and an adapter."""
+    return check_model(*map(str, folders))
+
+
+def refusal(*folders, read=check):
+    """What a user reads; it must be one line."""
+    return refused(read, *map(str, folders), kind=ModelError)
 
 
 def asked(folder, *command):

@@ -8,12 +8,10 @@ import torch
 from safetensors.torch import save_file
 
 from specextend.config import RunConfig
-from specextend.models.causal_lm import TargetOptions, check_model, load_causal_lm
-from specextend.models.model_files import ModelError
+from specextend.models.causal_lm import TargetOptions
 from specextend.models.pairing import check_pair, pair_hashes
-from tests.models.conftest import edit_json, edit_tensors
+from tests.models.conftest import check, edit_json, edit_tensors, load, refusal
 from tests.models.test_checkpoints import write_packed  # noqa: F401
-from tests.refused import refused
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 DOWN_PROJ = "model.layers.1.mlp.down_proj"
@@ -64,10 +62,10 @@ def test_an_adapter_is_merged_in_float32_and_rounded_once(write_model, tmp_path,
     folder = write_model()
     factors = write_adapter(tmp_path / "adapter", SHAPES, use_rslora=use_rslora)
     scale = 6 / (math.sqrt(4) if use_rslora else 4)
-    expected = load_causal_lm(str(folder), "float32", "cpu").state_dict()
+    expected = load(folder).state_dict()
     for name, (first, second) in factors.items():
         expected[f"{name}.weight"] = expected[f"{name}.weight"] + scale * (second @ first)
-    merged = load_causal_lm(str(folder), dtype, "cpu", str(tmp_path / "adapter")).state_dict()
+    merged = load(folder, dtype, tmp_path / "adapter").state_dict()
     for name, weight in merged.items():
         assert torch.equal(weight, expected[name].to(weight.dtype)), name
 
@@ -76,7 +74,7 @@ def test_an_adapter_on_a_packed_model_is_merged_with_what_its_format_says(write_
     """QLoRA's base in 4 bits: unpacked, merged, and rounded once after both."""
     folder, expected = write_packed("packed int4")
     [(first, second)] = write_adapter(tmp_path / "adapter", {Q_PROJ: (192, 192)}).values()
-    merged = load_causal_lm(str(folder), "bfloat16", "cpu", str(tmp_path / "adapter")).state_dict()
+    merged = load(folder, "bfloat16", tmp_path / "adapter").state_dict()
     weight = expected[f"{Q_PROJ}.weight"] + 1.5 * (second @ first)
     assert torch.equal(merged[f"{Q_PROJ}.weight"], weight.bfloat16())
 
@@ -85,13 +83,12 @@ def test_an_adapter_that_lies_in_the_folder_of_a_model_must_be_named(write_model
     """It was passed over, and the texts were those of the model without."""
     folder = write_model()
     write_adapter(folder, SHAPES)
-    for read in (check_model, lambda model: load_causal_lm(model, "float32", "cpu")):
-        assert "has a LoRA adapter (adapter_config.json): set target.adapter to its folder" in refused(
-            read, str(folder), kind=ModelError
-        )
+    for read in (check, load):
+        said = refusal(folder, read=read)
+        assert "has a LoRA adapter (adapter_config.json): set target.adapter to its folder" in said
     check_pair(TargetOptions(model=str(folder), adapter=str(folder)), None)
     (folder / "config.json").unlink()
-    assert "is an adapter: name it as target.adapter" in refused(check_model, str(folder), kind=ModelError)
+    assert "is an adapter: name it as target.adapter" in refusal(folder)
 
 
 def test_a_run_with_another_adapter_is_another_run(write_model, tmp_path):
@@ -132,7 +129,7 @@ def test_the_folder_of_an_adapter_is_relative_to_the_file_that_names_it(tmp_path
 def test_what_is_no_plain_lora_is_refused(write_model, tmp_path, values, message):
     """An unknown key may change what is added."""
     write_adapter(tmp_path / "adapter", SHAPES, **values)
-    assert message in refused(check_model, str(write_model()), str(tmp_path / "adapter"), kind=ModelError)
+    assert message in refusal(write_model(), tmp_path / "adapter")
 
 
 NAME = f"base_model.model.{Q_PROJ}.lora_A.weight"
@@ -152,11 +149,9 @@ def test_an_adapter_of_another_model_is_refused_before_ray_starts(write_model, t
     folder = tmp_path / "adapter"
     write_adapter(folder, SHAPES)
     edit_tensors(folder, tensors, file="adapter_model.safetensors")
-    assert message in refused(check_model, str(write_model()), str(folder), kind=ModelError)
+    assert message in refusal(write_model(), folder)
 
 
 def test_a_folder_without_an_adapter_is_refused(write_model, tmp_path):
     """A path that only one machine has."""
-    assert "has no adapter_config.json on" in refused(
-        check_model, str(write_model()), str(tmp_path / "none"), kind=ModelError
-    )
+    assert "has no adapter_config.json on" in refusal(write_model(), tmp_path / "none")

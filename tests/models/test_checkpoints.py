@@ -5,11 +5,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specextend.models.causal_lm import TargetOptions, check_model, load_causal_lm, target_bytes
+from specextend.models.causal_lm import TargetOptions, target_bytes
 from specextend.models.checkpoints import open_weights, read_packing, read_weights
-from specextend.models.model_files import ModelError, read_folder
-from tests.models.conftest import asked, edit_json, edit_tensors
-from tests.refused import refused
+from specextend.models.model_files import read_folder
+from tests.models.conftest import asked, check, edit_json, edit_tensors, load, refusal
 
 SHAPE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 48}
 """No multiples of 128: 192 columns are two blocks, of which one is half."""
@@ -186,8 +185,8 @@ def write_packed(write_model):
 def test_each_weight_is_what_its_format_says(write_packed, name, dtype):
     """Computed in float32 and rounded once, whatever is a multiple of what; the config forgets that it was packed."""
     folder, expected = write_packed(name)
-    assert check_model(str(folder)).hidden_size == 192
-    model = load_causal_lm(str(folder), dtype, "cpu")
+    assert check(folder).hidden_size == 192
+    model = load(folder, dtype)
     for key, weight in model.state_dict().items():
         assert torch.equal(weight, expected[key].to(weight.dtype)), key
     assert weight.dtype == getattr(torch, dtype)
@@ -234,7 +233,7 @@ def test_parts_that_are_missing_or_do_not_fit_are_one_line_at_the_start(
     """An interrupted download: a worker would find it minutes later, or decode with other weights."""
     folder, _ = write_packed(name)
     edit_tensors(folder, {f"model.layers.0.mlp.down_proj.{end}": part for end, part in changes.items()})
-    assert message in refused(check_model, str(folder), kind=ModelError)
+    assert message in refusal(folder)
     monkeypatch.setenv("RAY_ADDRESS", "nowhere:1")  # would fail if it were asked
     assert message in asked(folder, "check").exits(2).stderr.splitlines()[-1]
 
@@ -243,9 +242,7 @@ def test_an_offset_that_format_gptq_cannot_store_is_refused(write_packed):
     """Readers disagree on it: 0 in one, 16 in another, and the next column's changed in a third."""
     folder, _ = write_packed("gptq")
     edit_tensors(folder, {"model.layers.0.mlp.down_proj.qzeros": torch.full((5, 24), -1, dtype=torch.int32)})
-    assert "an offset of 0, which format gptq cannot store" in refused(
-        load_causal_lm, str(folder), "float32", "cpu", kind=ModelError
-    )
+    assert "an offset of 0, which format gptq cannot store" in refusal(folder, read=load)
 
 
 @pytest.mark.parametrize(
@@ -267,5 +264,5 @@ def test_what_cannot_be_unpacked_exactly_is_refused_by_name(write_model, values,
     """Transformers passes over ModelOpt's with a warning, and decodes with numbers that lack their scales."""
     folder = write_model()
     edit_json(folder / "config.json", quantization_config=values)
-    line = refused(check_model, str(folder), kind=ModelError)
+    line = refusal(folder)
     assert f"has quantized weights {named}, which cannot be unpacked exactly" in line

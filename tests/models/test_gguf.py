@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from benchmarks.peers import add_shape, gguf_tensors
-from specextend.models.causal_lm import check_model, load_causal_lm, load_tokenizer, rope_frequencies
-from specextend.models.model_files import ModelError
+from specextend.models.causal_lm import load_tokenizer, rope_frequencies
 from tests.job.conftest import specextend
-from tests.refused import refused
+from tests.models.conftest import check, load, refusal
 
 
 def write_gguf(path, model, tokenizer, add=lambda writer: None, leave_out=""):
@@ -47,7 +46,7 @@ def write(write_model, tmp_path):
 
     def write(**changes):
         folder = write_model(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
-        model = load_causal_lm(str(folder), "float32", "cpu")
+        model = load(folder)
         write_gguf(tmp_path / "tiny.gguf", model, load_tokenizer(str(folder)), **changes)
         return folder, tmp_path / "tiny.gguf"
 
@@ -67,23 +66,22 @@ def test_an_unpacked_gguf_file_is_the_model_it_was_made_from(folder_and_file, tm
     """Facts and logits: the engine sees a folder like any other."""
     folder, file = folder_and_file
     unpack(file, tmp_path / "made" / "unpacked").exits(0)
-    made = str(tmp_path / "made" / "unpacked")
-    assert replace(check_model(made), name="") == replace(check_model(str(folder)), name="")
+    made = tmp_path / "made" / "unpacked"
+    assert replace(check(made), name="") == replace(check(folder), name="")
     token_ids = torch.tensor([[1, 5, 9, 20, 3]])
-    models = [load_causal_lm(path, "float32", "cpu") for path in (made, str(folder))]
-    torch.testing.assert_close(models[0](token_ids).logits, models[1](token_ids).logits)
-    assert load_tokenizer(made).eos_token_id == 2
+    torch.testing.assert_close(load(made)(token_ids).logits, load(folder)(token_ids).logits)
+    assert load_tokenizer(str(made)).eos_token_id == 2
     assert os.listdir(tmp_path / "made") == ["unpacked"]
 
 
 def test_a_gguf_file_as_a_target_is_refused_with_the_command_that_works(folder_and_file, tmp_path, monkeypatch):
     """Unpacking takes minutes for a large model: once, not in each worker of each start."""
     _, file = folder_and_file
-    said, _, command = refused(check_model, str(file), kind=ModelError).partition("specextend ")
+    said, _, command = refusal(file).partition("specextend ")
     assert "must be unpacked once" in said
     monkeypatch.chdir(tmp_path)
     specextend(command).exits(0)
-    assert check_model("./FOLDER").num_layers == 2
+    assert check("./FOLDER").num_layers == 2
 
 
 @pytest.mark.parametrize("kept", [200, -100])
@@ -98,7 +96,7 @@ def test_a_gguf_file_cut_short_is_refused_in_one_line_and_leaves_nothing(folder_
 def test_a_folder_that_holds_something_is_left_alone(folder_and_file):
     folder, file = folder_and_file
     assert "holds something already" in unpack(file, folder).line()
-    assert check_model(str(folder)).num_layers == 2
+    assert check(folder).num_layers == 2
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -152,7 +150,7 @@ def test_digits_are_parted_as_the_file_says(convert, tmp_path):
 def test_the_scaling_of_a_rope_is_carried_over(convert, tmp_path, add, rope):
     """It became `default`: short prompts were right, and long documents were read worse and worse."""
     convert(add=add).exits(0)
-    made = load_causal_lm(str(tmp_path / "made"), "float32", "cpu")
+    made = load(tmp_path / "made")
     assert made.config.rope_parameters == DEFAULT | rope
 
 

@@ -1,15 +1,17 @@
 """Models by their names on the Hub: one commit for all, and hashes that do not depend on who computes them."""
 
+import re
+
 import huggingface_hub.constants
 import pytest
 from transformers import AutoModelForCausalLM
 
 from specextend.cluster.exits import exit_code_of_command
 from specextend.decoding.decoding_options import DraftOptions
-from specextend.models.causal_lm import TargetOptions, check_model, load_causal_lm
+from specextend.models.causal_lm import TargetOptions
 from specextend.models.model_files import HubUnreachableError, ModelError, identify, resolve_revision
 from specextend.models.pairing import check_pair, pair_hashes
-from tests.models.conftest import edit_json
+from tests.models.conftest import check, edit_json, load, refusal
 
 NAME = "owner/target"
 WEIGHTS = "model.safetensors"
@@ -33,8 +35,7 @@ def test_weights_of_another_shape_are_refused_by_their_header(hub, write_model):
     folder = write_model()
     edit_json(folder / "config.json", intermediate_size=64)
     hub.push(NAME, folder)
-    with pytest.raises(ModelError, match=r"mlp.* is \[32, 48\], config.json says \[32, 64\]"):
-        load_causal_lm(NAME, "bfloat16", "cpu")
+    assert " is [32, 48], config.json says [32, 64]" in refusal(NAME, read=load)
 
 
 def test_a_model_fetches_what_its_index_names_alone(hub, write_model):
@@ -43,8 +44,8 @@ def test_a_model_fetches_what_its_index_names_alone(hub, write_model):
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
     (folder / WEIGHTS).rename(folder / "consolidated.safetensors")
     hub.push(NAME, folder)
-    check_model(NAME)
-    load_causal_lm(NAME, "bfloat16", "cpu")
+    check(NAME)
+    load(NAME)
     assert {name for name in hub.fetched if name.endswith(".safetensors")} == {
         path.name for path in folder.glob("model-*.safetensors")
     }
@@ -55,8 +56,7 @@ def test_a_repository_of_pickles_alone_is_refused_unopened(hub, write_model):
     folder = write_model()
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
     hub.push(NAME, folder)
-    with pytest.raises(ModelError, match=r"it has none .*hf download"):
-        check_model(NAME)
+    assert re.search("it has none .*hf download", refusal(NAME))
     assert "pytorch_model.bin" not in hub.fetched
 
 
@@ -64,12 +64,12 @@ def test_a_repository_of_pickles_alone_is_refused_unopened(hub, write_model):
 def test_without_the_hub_its_cache_answers(way, hub, write_model, monkeypatch):
     """A run that has what it needs must not fail for a look that it could do without."""
     commit = hub.push(NAME, write_model())
-    load_causal_lm(NAME, "bfloat16", "cpu")
+    load(NAME)
     cut_off(hub, way, monkeypatch)
     assert resolve_revision(NAME) == commit
     assert identify(f"{NAME}@main")["weights"] == commit
-    assert check_model(f"{NAME}@{commit}").num_layers == 2
-    load_causal_lm(NAME, "bfloat16", "cpu")
+    assert check(f"{NAME}@{commit}").num_layers == 2
+    load(NAME)
 
 
 @pytest.mark.parametrize("way", ["down", "gone"])

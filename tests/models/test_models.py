@@ -8,26 +8,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from specextend.models.causal_lm import TargetOptions, check_model, load_causal_lm, read_facts, target_device
+from specextend.models.causal_lm import TargetOptions, read_facts, target_device
 from specextend.models.model_files import ModelError, identify
 from specextend.models.pairing import check_pair
-from tests.models.conftest import asked, edit_json, edit_tensors
+from tests.models.conftest import asked, check, edit_json, edit_tensors, load, refusal
 from tests.refused import refused
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 
 
-def load(folder, dtype="float32"):
-    return load_causal_lm(str(folder), dtype, "cpu")
-
-
 def check_target(model):
     check_pair(TargetOptions(model=model), None)
-
-
-def refusal(folder, read=read_facts):
-    """What a user reads; it must be one line."""
-    return refused(read, str(folder), kind=ModelError)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +71,7 @@ def test_ends_that_the_model_cannot_write_are_refused(write_model):
     for name in ("config.json", "generation_config.json"):
         edit_json(folder / name, eos_token_id=64)
     edit_json(folder / "tokenizer_config.json", eos_token=None)
-    assert "ends its outputs with tokens that it lacks" in refusal(folder, check_target)
+    assert "ends its outputs with tokens that it lacks" in refusal(folder, read=check_target)
 
 
 @pytest.mark.parametrize("command", ["check", "plan --input examples/demo --output out"])
@@ -123,7 +114,7 @@ def test_weights_that_are_not_whole_are_refused(write_model, change):
     folder = write_model()
     file = folder / "model.safetensors"
     file.write_bytes(change(file.read_bytes()))
-    assert "model.safetensors is not a whole safetensors file" in refusal(folder, check_model)
+    assert "model.safetensors is not a whole safetensors file" in refusal(folder)
 
 
 def test_a_pipe_in_the_place_of_weights_is_refused(write_model):
@@ -131,7 +122,7 @@ def test_a_pipe_in_the_place_of_weights_is_refused(write_model):
     file = write_model() / "model.safetensors"
     file.unlink()
     os.mkfifo(file)
-    assert f"{file} is no file" in refusal(file.parent, check_model)
+    assert f"{file} is no file" in refusal(file.parent)
 
 
 def test_hashes_know_what_is_in_the_files_and_not_where_they_lie(write_model):
@@ -163,7 +154,7 @@ def test_a_broken_config_is_refused_in_one_line(write_model, name, key, value):
     """Folders come from anywhere; a traceback says nothing to whoever is to mend the file."""
     file = write_model() / name
     file.write_text(f"{file.read_text().rstrip().removesuffix('}')}, {json.dumps(key)}: {value}}}")
-    assert str(file.parent) in refusal(file.parent, check_model)
+    assert str(file.parent) in refusal(file.parent)
 
 
 def write_index(folder, name):
@@ -177,8 +168,8 @@ def test_an_index_that_leads_elsewhere_is_refused(write_model, name):
     """Transformers loads what the index names: neither checked nor hashed, it could be swapped between two starts."""
     folder = write_model()
     write_index(folder, name)
-    for read in (check_model, identify):
-        assert "weights must be safetensors files in the same folder" in refusal(folder, read)
+    for read in (check, identify):
+        assert "weights must be safetensors files in the same folder" in refusal(folder, read=read)
 
 
 def test_an_index_is_part_of_the_hash_and_its_files_must_be_there(write_model):
@@ -188,7 +179,7 @@ def test_an_index_is_part_of_the_hash_and_its_files_must_be_there(write_model):
     write_index(folder, "model.safetensors")
     assert identify(str(folder))["weights"] != plain
     write_index(folder, "model-00001-of-00001.safetensors")
-    assert "has no model-00001-of-00001.safetensors, which its" in refusal(folder, check_model)
+    assert "has no model-00001-of-00001.safetensors, which its" in refusal(folder)
 
 
 NORM = "model.norm.weight"
@@ -213,12 +204,12 @@ def test_weights_that_config_json_does_not_describe_are_refused_by_name(write_mo
     """A bias that is dropped, or a layer too many, is another model, which answers like a bad one."""
     folder = write_model()
     edit_tensors(folder, tensors)
-    assert message in refusal(folder, check_model)
+    assert message in refusal(folder)
 
 
 def holds(folder, tensors):
     """Return True if a checkpoint is checked and loaded as these."""
-    check_model(str(folder))
+    check(folder)
     return all(torch.equal(tensors[name], tensor) for name, tensor in load(folder).state_dict().items())
 
 
@@ -231,7 +222,7 @@ def test_what_follows_from_the_config_may_be_there_or_not(write_model, is_bare):
     edit_tensors(folder, left, (lambda name: name.removeprefix("model.")) if is_bare else str)
     assert holds(folder, whole)
     edit_tensors(folder, {"lm_head.weight": whole["lm_head.weight"] + 1})
-    assert "has an LM head of its own" in refusal(folder, load)
+    assert "has an LM head of its own" in refusal(folder, read=load)
 
 
 def test_what_was_checked_is_what_is_loaded(write_model):
@@ -247,13 +238,13 @@ def test_what_was_checked_is_what_is_loaded(write_model):
     index = folder / f"{file}.index.json"
     written = index.read_bytes()
     index.unlink()
-    assert "has several weight files and no model.safetensors.index.json" in refusal(folder, check_model)
+    assert "has several weight files and no model.safetensors.index.json" in refusal(folder)
     index.write_bytes(written)
     save_file({name: tensor + 1 for name, tensor in whole.items()}, folder / file, {"format": "pt"})
     assert holds(folder, whole)
     first, second, *_ = sorted(folder.glob("model-*"))
     save_file(load_file(second) | load_file(first), second, {"format": "pt"})
-    assert "in two files; leave it in one" in refusal(folder, check_model)
+    assert "in two files; leave it in one" in refusal(folder)
     for path in folder.glob("model*"):
         path.unlink()
     save_file(whole, folder / "anything.safetensors", {"format": "pt"})
@@ -290,7 +281,7 @@ def test_weights_of_fused_layers_alone_are_quantized(write_model):
 def test_experts_of_a_checkpoint_are_joined_and_a_missing_one_is_named(write_model):
     """Transformers joins them in one tensor, so a header has other names than the model."""
     folder = write_model(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    assert check_model(str(folder)).is_fused is False
+    assert not check(folder).is_fused
     load(folder)
     edit_tensors(folder, {"model.layers.1.mlp.experts.3.up_proj.weight": None})
-    assert "has weights that do not make a Qwen3MoeForCausalLM" in refusal(folder, load)
+    assert "has weights that do not make a Qwen3MoeForCausalLM" in refusal(folder, read=load)
