@@ -6,8 +6,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
-from specextend.data.inputs import InputOptions
+from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.source import open_source
 from specextend.data.storage import resolve
 from tests.data.s3_server import s3_server
@@ -22,6 +23,21 @@ CHAT_TEMPLATE = (
 def opened(path, **options):
     """The input at a path."""
     return open_source(InputOptions(path=str(path), **options))
+
+
+def row_of(source, row, file=0):
+    """A row as a worker reads it."""
+    return source.read(DocumentKey(file, row))
+
+
+def input_error(said):
+    """The block refuses the input in these words."""
+    return pytest.raises(InputError, match=said)
+
+
+def row_error(said):
+    """The block makes an error row with these words."""
+    return pytest.raises(DocumentError, match=said)
 
 
 def location(path):

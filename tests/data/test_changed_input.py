@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from specextend.core import DocumentKey
 from specextend.data.finalize import finalize
 from specextend.data.inputs import InputChangedError
 from specextend.data.storage import list_files
-from tests.data.conftest import commit_all, opened
+from tests.data.conftest import commit_all, opened, row_of
 from tests.job.conftest import end_of, on, pausing_command, rows, start, wait_for_pause, write_corpus
 
 __all__ = ["start"]
@@ -50,14 +49,14 @@ def test_whoever_reads_on_notices(source, path, write, output, change):
 
     Passthrough columns are read again then: they must belong to the texts that were summarised.
     """
-    assert source.read(DocumentKey(0, 0)).text == "one"
+    assert row_of(source, 0).text == "one"
     large = replace(source, files=(replace(source.files[0], largest_group_bytes=1 << 30),))
     scanned = large.scan()
     assert next(scanned).text == b"one"
     commit_all(source, output)
     change(path, write)
     with pytest.raises(InputChangedError, match=r"a.parquet was (modified|removed)"):
-        source.read(DocumentKey(0, 2))
+        row_of(source, 2)
     for read_on in (lambda: list(scanned), lambda: list(source.scan()), lambda: finalize(source, output)):
         with pytest.raises(InputChangedError, match="restore it and run again"):
             read_on()

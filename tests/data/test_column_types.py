@@ -10,12 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.core import DocumentKey
 from specextend.data.check import guess_columns
 from specextend.data.finalize import finalize
-from specextend.data.inputs import InputError
 from specextend.data.selection import select_rows
-from tests.data.conftest import commit_all, opened
+from tests.data.conftest import commit_all, input_error, opened, row_of
 
 NUM_ROWS = 700
 """More than one batch of reading, so that values of two batches must fit together."""
@@ -93,7 +91,7 @@ def test_text_is_read_in_every_type_and_encoding(tmp_path, summaries_of, kind, e
     source = opened(path, passthrough=("text",))
     assert [row.text and row.text.decode() for row in source.scan()] == texts
     for row in range(0, NUM_ROWS, 7):
-        assert source.read(DocumentKey(0, row)).text == texts[row]
+        assert row_of(source, row).text == texts[row]
     [written] = summaries_of(source)
     assert written["text"].type == pq.read_table(path)["text"].type
     assert written["text"].to_pylist() == texts
@@ -123,7 +121,7 @@ def test_times_of_96_bits_are_never_rounded(tmp_path, nanoseconds, column):
     table = pa.table({"text": ["a"], "at": at, "nested": pa.StructArray.from_arrays([at], ["t"])})
     pq.write_table(table, tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)
     assert opened(tmp_path).num_rows == 1
-    with pytest.raises(InputError, match=r"a\.parquet has INT96 times with fractions of microseconds; cast them"):
+    with input_error(r"a\.parquet has INT96 times with fractions of microseconds; cast them"):
         opened(tmp_path, passthrough=(column,))
 
 
@@ -180,7 +178,7 @@ def test_types_and_values_that_would_change_are_refused_before_anything_is_decod
     """A number that is rounded, or a time that wraps around, would be in the results with exit 0."""
     for number, values in enumerate((one, other)):
         write(f"{number}.parquet", {"text": ["x"] * len(values), "c": values})
-    with pytest.raises(InputError, match=r"input.passthrough 'c' .*; use one type in all files"):
+    with input_error(r"input.passthrough 'c' .*; use one type in all files"):
         list(opened(tmp_path, passthrough=("c",)).scan())
 
 
@@ -195,7 +193,7 @@ def test_a_file_whose_row_groups_are_encoded_differently_is_read_to_its_end(tmp_
     source = opened(path, passthrough=("text",))
     found = [row.text.decode() for row in source.scan() if row.text]
     assert found == pq.read_table(path)["text"].to_pylist()
-    assert source.read(DocumentKey(0, 5999)).text == found[-1]
+    assert row_of(source, 5999).text == found[-1]
 
 
 @pytest.mark.parametrize("column", ["text", "topic"])
@@ -206,7 +204,7 @@ def test_what_pyarrow_cannot_decode_in_a_later_row_group_is_found_by_the_check(w
     before, found, behind = path.read_bytes().rpartition(codec + b"\x02")
     path.write_bytes(before + found[:-1] + b"\x06" + behind)
     said = r"a.parquet uses a feature that pyarrow cannot decode \(.*LZO.*\); it is not damaged: "
-    with pytest.raises(InputError, match=said):
+    with input_error(said):
         opened(path, passthrough=("topic",))
 
 
@@ -226,7 +224,7 @@ def test_no_other_column_is_guessed_to_be_the_text_because_its_type_is_odd(write
     """The titles would be summarised, with exit 0. Pictures and numbers beside a text are not in its way."""
     others = {"title": ["a title"], "picture": [b"\x89PNG\xff" * 99], "embedding": [[0.5] * 99], "report": [7]}
     path = write("a.parquet", {"text": text} | others)
-    with pytest.raises(InputError, match=r"a.parquet: column 'text' looks like the text, but is .*; (cast|join) it"):
+    with input_error(r"a.parquet: column 'text' looks like the text, but is .*; (cast|join) it"):
         guess_columns(str(path))
     write("a.parquet", {"text": ["a text"], "uuid": pa.array([b"1" * 16], pa.uuid())} | others)
     assert guess_columns(str(path)).text == "title"

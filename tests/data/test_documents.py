@@ -17,14 +17,13 @@ import pytest
 
 from specextend import find_figures
 from specextend.core import DocumentKey
-from specextend.data.inputs import InputError
 from specextend.data.listing import ERRORS
 from specextend.data.quality import find_evidence, find_sources
 from specextend.data.schema import with_pages
 from specextend.data.storage import resolve, write_bytes
 from specextend.documents.document_options import DocumentOptions
 from specextend.documents.preparation import prepare_documents
-from tests.data.conftest import opened
+from tests.data.conftest import input_error, opened
 from tests.job.conftest import LONGEST_S, specextend
 
 HELVETICA = "/Type/Font/Subtype/Type1/BaseFont/Helvetica"
@@ -439,7 +438,7 @@ def test_a_reader_of_ones_own_takes_what_it_wants_and_its_faults_are_those_of_fi
         "mine": "give module:function",
     }
     for name, said in bad.items() | {("mine:not_callable", "no function")}:
-        with pytest.raises(InputError, match=said):
+        with input_error(said):
             prepare(reader=name)
     assert not prepare(patterns=["*.html"]).has_failed
     prepare(reader="mine:read")
@@ -453,10 +452,10 @@ def test_a_reader_of_ones_own_takes_what_it_wants_and_its_faults_are_those_of_fi
 def test_what_is_no_text_is_named_with_what_reads_it(folder, prepare):
     """RTF was read with its codes, and Parquet was sent to `--pattern`, which took it for text that is not UTF-8."""
     put(folder, {"a.rtf": r"{\rtf1 text}", "b.parquet": b"PAR1"})
-    with pytest.raises(InputError, match=r"b\.parquet is Parquet, which specextend run reads as it is"):
+    with input_error(r"b\.parquet is Parquet, which specextend run reads as it is"):
         prepare(f"{folder}/b.parquet")
     for patterns, said in (((), "a.rtf is of a kind .*--reader"), (["*.parquet"], "b.parquet is Parquet, .* init")):
-        with pytest.raises(InputError, match=f"there is no file to read in .*{said}"):
+        with input_error(f"there is no file to read in .*{said}"):
             prepare(patterns=patterns)
     assert prepare(patterns=["*.rtf"]).has_failed
     assert failures(folder) == {"a.rtf": "other kind", "b.parquet": "left out"}
@@ -596,7 +595,7 @@ def test_a_missing_package_names_the_format_and_the_extra(folder, prepare, monke
     (folder / "a.txt").write_text("fine")
     (folder / "b.pdf").write_bytes(pages("One report."))
     said = r"PDF cannot be read: No module named 'missing_package'; install .* its extra `documents`"
-    with pytest.raises(InputError, match=said):
+    with input_error(said):
         prepare()
     assert rows(folder, "text") == ["fine"]
 

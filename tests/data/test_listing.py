@@ -5,7 +5,7 @@ import pytest
 from specextend.data.inputs import InputError, InputOptions, InputUnreachableError, OutputOptions
 from specextend.data.listing import list_input
 from specextend.data.source import open_source
-from tests.data.conftest import opened
+from tests.data.conftest import input_error, opened
 from tests.refused import refused
 
 
@@ -39,9 +39,7 @@ def test_files_that_are_not_read_are_counted_by_what_they_end_in(tmp_path, write
     assert source.warning == f"ignored files in {tmp_path}/in: {said}"
     assert opened(f"{tmp_path}/in/*.parquet").warning == ""
     (tmp_path / "in" / "a.parquet").unlink()
-    with pytest.raises(
-        InputError, match=r"in .parquet, .pq, .parq, only 2 .jsonl, .*specextend prepare documents .*in --output FOLDER"
-    ):
+    with input_error(r"in .parquet, .pq, .parq, only 2 .jsonl, .*specextend prepare documents .*in --output FOLDER"):
         list_input(str(tmp_path / "in"))
 
 
@@ -89,10 +87,10 @@ def test_a_link_to_nothing_is_out_of_reach_and_not_left_out(tmp_path, write):
 
 
 def test_an_input_that_cannot_be_listed_or_named_is_refused(tmp_path):
-    with pytest.raises(InputError, match="cannot be listed"):
+    with input_error("cannot be listed"):
         list_input("nowhere://bucket/x")
     (tmp_path / "caf\udce9.parquet").touch()
-    with pytest.raises(InputError, match="contains a name that is not UTF-8"):  # which Parquet could not hold in an id
+    with input_error("contains a name that is not UTF-8"):  # which Parquet could not hold in an id
         list_input(str(tmp_path))
 
 
@@ -113,7 +111,7 @@ def test_input_and_output_must_be_apart(tmp_path, write, path, output, message):
     write("in/a.parquet", {"text": ["x"]})
     write("in/sub/b.parquet", {"text": ["x"]})
     (tmp_path / "link").symlink_to(tmp_path / "in")
-    with pytest.raises(InputError, match=message):
+    with input_error(message):
         open_source(InputOptions(path=str(tmp_path / path)), OutputOptions(path=str(tmp_path / output)))
 
 

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specextend.core import DocumentKey
 from specextend.data.inputs import DocumentError, InputError
 from specextend.data.prompts import PromptOptions, Prompts
 from specextend.data.selection import select_rows
-from tests.data.conftest import opened
+from tests.data.conftest import opened, row_of
 from tests.job.conftest import on, rows, summarize
 from tests.properties.rows import in_a_folder
 
@@ -62,7 +61,7 @@ def read_all(path):
 def outcome(source, row):
     """The text of a row, or the class of its error."""
     try:
-        return source.read(DocumentKey(0, row)).text
+        return row_of(source, row).text
     except DocumentError as error:
         return error.error_class
 

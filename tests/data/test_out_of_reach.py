@@ -14,7 +14,6 @@ from specextend.core import DocumentKey
 from specextend.data.commits import DamagedCommitError, read_commits
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
-from specextend.data.inputs import InputError
 from specextend.data.run_folder import (
     Counts,
     read_audit,
@@ -29,7 +28,7 @@ from specextend.documents.document_options import DocumentOptions
 from specextend.documents.file_readers import SourceFile, read_files
 from specextend.report.export import Form, export_answers
 from tests.damage import DAMAGES, damage
-from tests.data.conftest import commit_all, location, opened
+from tests.data.conftest import commit_all, input_error, location, opened, row_of
 from tests.data.faulty_store import FAULTS, FaultyStore
 
 TEXTS = ["one", "two", "three"]
@@ -62,7 +61,7 @@ READERS = {
     "a start": lambda source, output: read_starts(output),
     "_SUCCESS": lambda source, output: read_success(output),
     "summaries": lambda source, output: export_answers([output], output.parent.child("to"), Form("parquet")),
-    "a row of the input": lambda source, output: source.read(DocumentKey(0, 1)),
+    "a row of the input": lambda source, output: row_of(source, 1),
     "the input": lambda source, output: [row.text for row in source.scan()],
 }
 
@@ -99,7 +98,7 @@ def test_an_input_whose_store_fails_is_out_of_reach_from_the_footers_to_the_last
     monkeypatch.setattr("specextend.data.listing.resolve", lambda path: store.at(path))
     store.fault = FAULTS[fault]
     store.num_faults = math.inf
-    with pytest.raises(InputError, match=r"^a.parquet cannot be reached \(.*\); run again$") as said:
+    with input_error(r"^a.parquet cannot be reached \(.*\); run again$") as said:
         opened(tmp_path / "in")
     assert exit_code_of_command(said.value) == EXIT_FAILED
     assert not is_damaged_row(replace(run, root=store.at(run.root.path)), DocumentKey(0, 1))
@@ -150,5 +149,5 @@ def test_a_file_that_is_there_and_does_not_parse_is_damaged_and_nobody_is_told_t
     if where == "byte":
         return  # what others write need not have checksums
     damage(tmp_path / "in" / "a.parquet", where)
-    with pytest.raises(InputError, match=r"^a.parquet cannot be read as Parquet"):
+    with input_error(r"^a.parquet cannot be read as Parquet"):
         list(opened(tmp_path / "in").scan())

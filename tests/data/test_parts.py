@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specextend.data.inputs import DocumentError
 from specextend.data.instructions import around_document
 from specextend.data.prompts import PartOptions, PromptOptions, Prompts
 from specextend.requests.splitting import PartPrompts, split
+from tests.data.conftest import row_error
 
 WORDS = st.lists(
     st.sampled_from(["word", "a", "end.", "\n", "\n\n", "# head", "Chapter 2", "\f", "。", "é"]), min_size=1
@@ -102,7 +102,7 @@ def test_summaries_that_do_not_fit_together_are_merged_group_by_group(chat_token
     assert sum(counts) == 9
     assert min(counts) >= 2
     assert len(prompts.merges(texts[:2], 40, None)) == 1
-    with pytest.raises(DocumentError, match="two summaries of parts have up to"):
+    with row_error("two summaries of parts have up to"):
         prompts.merges(["x" * 300, "y" * 300], 40, None)
 
 

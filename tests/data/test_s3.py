@@ -15,10 +15,10 @@ from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from specextend.data.commits import read_commits
 from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
-from specextend.data.inputs import InputError, InputOptions, InputUnreachableError, OutputOptions
+from specextend.data.inputs import InputOptions, InputUnreachableError, OutputOptions
 from specextend.data.source import open_source
 from specextend.data.storage import atomic_output, resolve, write_bytes
-from tests.data.conftest import commit_all, opened
+from tests.data.conftest import commit_all, input_error, opened, row_of
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, Endpoint
 from tests.job.conftest import CONFIG, on, specextend, summarize
 
@@ -44,12 +44,12 @@ def test_keys_are_named_as_they_are(s3):
     upload(f"{folder[:-1]}2/a b.parquet", {"text": ["three"]})
     assert f"{folder}/a b.parquet" in s3.files()
     source = opened(f"s3://corpus/{folder}")
-    row = source.read(DocumentKey(0, 1))
+    row = row_of(source, 1)
     assert (row.doc_id, row.text) == ("a b.parquet:1", "two")
     every = opened("s3://corpus/in/date=*/run#?/*.parquet")
     names = [file.relative_path.removeprefix("date=2026-01-01%2000%3A00/") for file in every.files]
     assert names == ["run#1/a b.parquet", "run#2/a b.parquet"]
-    assert every.read(DocumentKey(1, 0)).text == "three"
+    assert row_of(every, 0, 1).text == "three"
 
 
 @pytest.mark.parametrize("path", ["lake", "lake/orders/day=1", "lake/orders/day=1/*.parquet", "lake/**/a.parquet"])
@@ -61,7 +61,7 @@ def test_a_table_on_a_store_is_refused_by_its_name(s3, path):
     assert opened(f"s3://corpus/{path}").num_rows == 1
     s3.fault = ANSWERED
     write_bytes(resolve("s3://corpus/lake/orders/_delta_log/00000000000000000000.json"), b"{}")
-    with pytest.raises(InputError, match=r"belongs to a Delta table .*delta_scan\('s3://corpus/lake/orders'\)"):
+    with input_error(r"belongs to a Delta table .*delta_scan\('s3://corpus/lake/orders'\)"):
         opened(f"s3://corpus/{path}")
 
 
@@ -112,12 +112,12 @@ def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3):
     with pytest.raises(InputUnreachableError, match=r"^a.parquet cannot be reached \(.*\); run again$"):
         source.check_unchanged(0)
     with pytest.raises((OSError, InputUnreachableError)):
-        source.read(DocumentKey(0, 1))
+        row_of(source, 1)
     assert source.doc_id(DocumentKey(0, 1)) == "a.parquet:1"
     assert not is_damaged_row(source, DocumentKey(0, 1))
     s3.fault = ANSWERED
     source.check_unchanged(0)
-    assert source.read(DocumentKey(0, 1)).doc_id == "y"
+    assert row_of(source, 1).doc_id == "y"
 
 
 @pytest.mark.parametrize("status", [FORBIDDEN, "200 OK"])
@@ -131,7 +131,7 @@ def test_a_passing_403_or_an_empty_body_damages_neither_a_commit_nor_the_input(s
         lambda: read_commits(output),
         lambda: read_manifest(output),
         lambda: opened("s3://corpus/in"),
-        lambda: source.read(DocumentKey(0, 0)),
+        lambda: row_of(source, 0),
         lambda: [*source.scan()],
     ):
         s3.fault = lambda method, path: status if method == "GET" and "?" not in path else None
@@ -146,7 +146,7 @@ def test_a_passing_403_or_an_empty_body_damages_neither_a_commit_nor_the_input(s
 def test_an_output_bucket_that_is_not_there_is_refused_in_one_line(s3):
     """Not after the first commit."""
     upload("in/a.parquet", {"text": ["one"]})
-    with pytest.raises(InputError, match="bucket nobody-made-this does not exist; give another folder"):
+    with input_error("bucket nobody-made-this does not exist; give another folder"):
         open_source(InputOptions(path="s3://corpus/in"), OutputOptions(path="s3://nobody-made-this/out"))
 
 

@@ -12,10 +12,10 @@ from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, differences, write_manifest
-from specextend.data.inputs import InputError, InputOptions
+from specextend.data.inputs import InputOptions
 from specextend.data.selection import find_earlier, recall_selection, select_rows, write_selection
 from specextend.data.source import open_source
-from tests.data.conftest import location, opened
+from tests.data.conftest import input_error, location, opened
 from tests.properties.rows import done, failed
 
 
@@ -86,7 +86,7 @@ def test_a_selection_that_makes_no_sense_is_refused(corpus, options, said):
 )
 def test_a_filter_means_the_same_in_all_files(filtered, one, other, message):
     """Text was compared as text, and `m.Land` was `m.land`: exit 0, and some rows too many or too few."""
-    with pytest.raises(InputError, match=re.escape(message)):
+    with input_error(re.escape(message)):
         filtered("n > '9' or n is null", one, other)
 
 
@@ -111,7 +111,7 @@ def filtered(tmp_path, write):
 def test_only_the_ids_of_rows_that_are_wanted_are_checked(write):
     """Drafts without ids kept a run from the documents that have some."""
     path = write("a.parquet", {"id": ["a", None, "a"], "text": ["t"] * 3, "is_final": [True, False, False]})
-    with pytest.raises(InputError, match=r"nulls in column 'id'.* remove input.id_column, .* with input.filter"):
+    with input_error(r"nulls in column 'id'.* remove input.id_column, .* with input.filter"):
         select_rows(opened(path, id_column="id"))
     assert ids_of(select_rows(opened(path, id_column="id", filter="is_final"))) == ["a"]
     assert ids_of(select_rows(opened(path))) == [f"a.parquet:{row}" for row in range(3)]
@@ -217,7 +217,7 @@ def test_rows_stay_those_of_the_first_start(corpus, tmp_path, write):
     assert keys_of(again) == keys_of(source)
     assert not differences(manifest, manifest_of(again))
     manifest["identity"]["selection"]["sha256"] = "0"
-    with pytest.raises(InputError, match="use another output"):
+    with input_error("use another output"):
         recall_selection(again, output, manifest)
 
 
@@ -225,7 +225,7 @@ def test_an_earlier_output_must_be_one(corpus, tmp_path):
     """A typing error in a path must not let a night do everything again; a glob may match nothing in the first."""
     manifest = manifest_of(open_source(corpus()))
     own = location(tmp_path / "own")
-    with pytest.raises(InputError, match="is not an output folder"):
+    with input_error("is not an output folder"):
         find_earlier([str(tmp_path / "typo")], own, manifest)
     assert find_earlier([str(tmp_path / "night-*")], own, manifest) == ([], ())
     write_manifest(location(tmp_path / "night-1"), manifest)

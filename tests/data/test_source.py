@@ -10,12 +10,12 @@ import pyarrow as pa
 import pytest
 
 from specextend.core import DocumentKey
-from specextend.data.inputs import DocumentError, InputError, InputOptions
+from specextend.data.inputs import InputError, InputOptions
 from specextend.data.instructions import Instruction
 from specextend.data.rows import RowReader
 from specextend.data.selection import select_rows
 from specextend.data.source import open_source
-from tests.data.conftest import opened
+from tests.data.conftest import input_error, opened, row_error, row_of
 from tests.refused import refused
 
 NOT_UTF8 = pa.array([b"\xff\xfe"]).cast(pa.string(), safe=False)
@@ -54,7 +54,7 @@ def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path, write
 )
 def test_ids_are_strings_and_integers_become_decimal(write, id_, kind, expected):
     source = opened(write("a.parquet", {"text": ["x"], "n": pa.array([id_], kind)}), id_column="n")
-    assert source.read(DocumentKey(0, 0)).doc_id == source.doc_id(DocumentKey(0, 0)) == expected
+    assert row_of(source, 0).doc_id == source.doc_id(DocumentKey(0, 0)) == expected
 
 
 def test_a_missing_column_is_a_run_error_that_lists_those_there(write):
@@ -127,7 +127,7 @@ def test_a_row_group_that_no_worker_can_hold_is_refused_with_the_way_out(write, 
     monkeypatch.setattr("specextend.data.check.MAX_GROUP_BYTES", 100 << 20)
     assert opened(path, text_column="a.text").num_rows == 60
     monkeypatch.setattr("specextend.data.check.MAX_GROUP_BYTES", 20 << 20)
-    with pytest.raises(InputError, match=r"a.parquet has a row group that takes 0\.0 GiB to read; .*repartition INPUT"):
+    with input_error(r"a.parquet has a row group that takes 0\.0 GiB to read; .*repartition INPUT"):
         opened(path, text_column="a.text")
 
 
@@ -167,8 +167,8 @@ def test_a_folder_s_value_has_the_type_of_the_column_in_other_files_or_is_a_run_
 
 def test_a_column_of_nulls_alone_costs_its_rows_and_no_more(write):
     source = opened(write("a.parquet", {"text": [None]}))
-    with pytest.raises(DocumentError, match="NullText"):
-        source.read(DocumentKey(0, 0))
+    with row_error("NullText"):
+        row_of(source, 0)
     assert [row.error_class for row in source.scan()] == ["NullText"]
 
 
@@ -177,7 +177,7 @@ def test_a_row_may_have_a_reference(write, kind):
     """It is compared with the summary, so a null or a character that is broken costs the document nothing."""
     references = pa.concat_arrays([pa.array(["first", None]), NOT_UTF8]).cast(kind, safe=False)
     source = opened(write("a.parquet", {"text": [*"xyz"], "abstract": references}), reference_column="abstract")
-    found = [source.read(DocumentKey(0, row)).reference for row in range(3)]
+    found = [row_of(source, row).reference for row in range(3)]
     assert found == ["first", None, "\ufffd\ufffd"]
 
 
@@ -186,8 +186,8 @@ def test_a_limit_beyond_every_length_is_an_error_row(write):
     path = write("in.parquet", {"text": ["a b", "c"], "n": pa.array([(1 << 64) - 1, 7], pa.uint64())})
     source = opened(path, options_column="n")
     assert [row.error_class for row in source.scan()] == ["BadMaxNewTokens", None]
-    with pytest.raises(DocumentError, match="BadMaxNewTokens: max_new_tokens must be at least 1 and at most 2\\^40"):
-        source.read(DocumentKey(0, 0))
+    with row_error("BadMaxNewTokens: max_new_tokens must be at least 1 and at most 2\\^40"):
+        row_of(source, 0)
 
 
 def test_no_text_passes_for_another_one_with_an_instruction():
@@ -205,13 +205,13 @@ def test_a_row_may_have_an_instruction_of_its_own(write):
     own = ["Count the words.", None, " ", "{{ document }} {{document}}", "Again."]
     path = write("in.parquet", {"text": ["same"] * 5, "ask": own})
     source = opened(path, instruction_column="ask")
-    rows = [source.read(DocumentKey(0, row)) for row in (0, 1, 2, 4)]
+    rows = [row_of(source, row) for row in (0, 1, 2, 4)]
     assert [row.instruction for row in rows] == [("Count the words.\n\n", ""), None, None, ("Again.\n\n", "")]
     first, null, blank, again = (row.content_sha256 for row in rows)
-    assert null == blank == opened(path).read(DocumentKey(0, 0)).content_sha256
+    assert null == blank == row_of(opened(path), 0).content_sha256
     assert len({first, null, again}) == 3, "another question makes another summary"
-    with pytest.raises(DocumentError, match="BadInstruction: the instruction"):
-        source.read(DocumentKey(0, 3))
+    with row_error("BadInstruction: the instruction"):
+        row_of(source, 3)
     assert "has no column 'asked' (input.instruction_column)" in run_error(path, instruction_column="asked")
 
 

@@ -18,17 +18,17 @@ from tests.job.conftest import (
     AT_ONCE_S,
     CONFIG,
     LONGEST_S,
-    ROOT,
     environment,
     long_texts,
     parts,
     ran,
     rows,
+    text_of,
     wait_for,
     write_corpus,
 )
 
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", text_of("docs/python.md"), re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_the_cells_of_the_notebook_run(tmp_path):
 
     A reader on a forge sees the outputs, which are kept.
     """
-    notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
+    notebook = json.loads(text_of("examples/quickstart.ipynb"))
     code_cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     cells = ["".join(cell["source"]) for cell in code_cells]
     assert len(notebook["cells"]) == 16

@@ -5,9 +5,9 @@ import tomllib
 
 import yaml
 
-from tests.job.conftest import ROOT
+from tests.job.conftest import ROOT, text_of
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads(text_of("pyproject.toml"))["project"]
 WORKFLOWS = {path.stem: path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml")}
 
 
@@ -29,6 +29,6 @@ def test_the_versions_that_are_named_are_tested():
 
 def test_the_citation_is_of_this_version():
     """Who cites a version must find it."""
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    citation = yaml.safe_load(text_of("CITATION.cff"))
     assert citation["version"] == PROJECT["version"]
     assert citation["references"][0]["url"] == PROJECT["urls"]["Paper"]

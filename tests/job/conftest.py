@@ -51,6 +51,11 @@ class Ended:
         return line
 
 
+def text_of(path):
+    """A text file of the project."""
+    return (ROOT / path).read_text()
+
+
 def command(*arguments):
     return [sys.executable, str(ROOT / "jobs" / "summarize.py"), *arguments]
 

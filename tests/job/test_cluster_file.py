@@ -5,9 +5,9 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from specextend.config import RunConfig
-from tests.job.conftest import ROOT
+from tests.job.conftest import ROOT, text_of
 
-CLUSTER = yaml.safe_load((ROOT / "ray_cluster.yaml").read_text())
+CLUSTER = yaml.safe_load(text_of("ray_cluster.yaml"))
 
 
 def test_ray_accepts_the_file():
@@ -19,7 +19,7 @@ def test_ray_accepts_the_file():
 
 def test_the_image_has_the_ray_the_python_and_the_cuda_that_we_pin():
     """A driver and a cluster of different versions do not speak to each other; torch needs its CUDA."""
-    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    constraints = text_of("constraints.txt").splitlines()
     pins = dict(line.split("==") for line in constraints if "==" in line)
     cuda = "cu" + "".join(pins["cuda-toolkit"].split(".")[:2])
     assert CLUSTER["docker"]["image"] == f"rayproject/ray:{pins['ray']}-py311-{cuda}"

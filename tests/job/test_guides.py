@@ -11,14 +11,14 @@ from specextend.cli.main import specextend
 from specextend.cli.run import Arguments
 from specextend.config import RunConfig
 from specextend.folders import shipped_configs
-from tests.job.conftest import ROOT
+from tests.job.conftest import ROOT, text_of
 
 FOLDERS = (".", ".github/**", "benchmarks", "docs/**", "examples", "models/*", "specextend/**")
 PAGES = sorted({page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md")})
 RECORDS = {"decisions.md", "log.md", "CHANGELOG.md"}  # what was true on its day
 LONGEST = 80
 """Words of a paragraph, of an item of a list or of a cell."""
-KEYS = set(re.findall(r"^\| `(\w+\.\w+)` \|", (ROOT / "docs" / "configuration.md").read_text(), re.MULTILINE))
+KEYS = set(re.findall(r"^\| `(\w+\.\w+)` \|", text_of("docs/configuration.md"), re.MULTILINE))
 
 
 def prose(page):
@@ -79,7 +79,7 @@ def test_the_paragraphs_of_a_page_are_short(page):
 
 def test_a_pipeline_has_a_cpu_left_to_read_with():
     """The example reserved both CPUs of its machine for the actor: nothing was ever read, and it waited for ever."""
-    page = (ROOT / "docs/cluster.md").read_text()
+    page = text_of("docs/cluster.md")
     names = (r"init\(num_cpus", " concurrency", " num_cpus")
     of_ray, actors, each = (int(re.search(rf"{name}=(\d+)", page)[1]) for name in names)
     assert of_ray > actors * each

@@ -8,14 +8,13 @@ import pytest
 import yaml
 
 from specextend.cluster.exits import GRACE_S
-from tests.job.conftest import ROOT, submitted
+from tests.job.conftest import submitted, text_of
 
-FOLDER = ROOT / "deploy" / "kuberay"
 START_S = 900
 """Generous time for a cluster to come up before the driver begins."""
 
 
-MANIFEST = yaml.safe_load((FOLDER / "rayjob.yaml").read_text())
+MANIFEST = yaml.safe_load(text_of("deploy/kuberay/rayjob.yaml"))
 SPEC = MANIFEST["spec"]
 CLUSTER = SPEC["rayClusterSpec"]
 HEAD = CLUSTER["headGroupSpec"]
@@ -53,12 +52,12 @@ def test_nobody_reaches_the_cluster_without_its_token():
 
 def test_versions_agree():
     """A driver and workers of different Rays or Pythons do not speak to each other."""
-    dockerfile = (FOLDER / "Dockerfile").read_text()
+    dockerfile = text_of("deploy/kuberay/Dockerfile")
     [base] = re.findall(r"^FROM (\S+) AS specextend$", dockerfile, re.MULTILINE)
-    assert base == yaml.safe_load((ROOT / "ray_cluster.yaml").read_text())["docker"]["image"]
+    assert base == yaml.safe_load(text_of("ray_cluster.yaml"))["docker"]["image"]
     assert base.startswith(f"rayproject/ray:{CLUSTER['rayVersion']}-py311-")
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
     wheel = f"out/wheel/specextend-{version}-py3-none-any.whl"
     assert wheel in dockerfile
-    assert wheel in yaml.safe_load((ROOT / "ray_cluster.yaml").read_text())["file_mounts"].values()
+    assert wheel in yaml.safe_load(text_of("ray_cluster.yaml"))["file_mounts"].values()
     assert {container["image"] for container in CONTAINERS} == {f"registry.example.com/specextend:{version}"}

@@ -11,11 +11,11 @@ import yaml
 from specextend.cluster import exits
 from specextend.config import RunConfig
 from specextend.folders import shipped_configs
-from tests.job.conftest import ROOT, submitted
+from tests.job.conftest import ROOT, submitted, text_of
 
 DEPLOY = ROOT / "deploy"
-CLUSTER, _, REST = (ROOT / "docs" / "cluster.md").read_text().partition("## Every night")
-SERVICE = (DEPLOY / "systemd" / "specextend.service").read_text()
+CLUSTER, _, REST = text_of("docs/cluster.md").partition("## Every night")
+SERVICE = text_of("deploy/systemd/specextend.service")
 PAGE = REST.partition("\n## ")[0]
 NIGHTLY = "".join(re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 [(PREPARE, DRAFT)] = re.findall(r"^(specextend prepare draft \S+ --output (\S+))", CLUSTER, re.MULTILINE)
@@ -26,14 +26,14 @@ FILES = [*(path for path in DEPLOY.rglob("*.*") if path.is_file()), *(DEPLOY / "
 FILES += [DEPLOY / "kuberay" / "Dockerfile", ROOT / "ray_cluster.yaml", ROOT / "scripts" / "submit.sh"]
 COMMANDS = [
     match.rstrip(" &")
-    for text in (CLUSTER, (DEPLOY / "slurm" / "specextend.sh").read_text())
+    for text in (CLUSTER, text_of("deploy/slurm/specextend.sh"))
     for match in re.findall(r"^(?:specextend run|scripts/submit\.sh) (.*)$", text.replace("\\\n", ""), re.MULTILINE)
 ]
 FINAL = {exits.EXIT_REFUSED, exits.EXIT_TOO_MANY_ERRORS, exits.EXIT_LOCKED, exits.EXIT_OTHER_RUN}
 
 
-DAG = ast.parse((DEPLOY / "airflow" / "specextend_nightly.py").read_text())
-CRON_JOB = yaml.safe_load((DEPLOY / "kubernetes" / "cronjob.yaml").read_text())
+DAG = ast.parse(text_of("deploy/airflow/specextend_nightly.py"))
+CRON_JOB = yaml.safe_load(text_of("deploy/kubernetes/cronjob.yaml"))
 POD = CRON_JOB["spec"]["jobTemplate"]["spec"]["template"]["spec"]
 [CONTAINER] = POD["containers"]
 
@@ -46,7 +46,7 @@ def constant(name):
 
 def commands():
     """The commands in the form of a shell."""
-    [cron_line] = re.findall(r"^[\d*].*$", (DEPLOY / "cron" / "specextend").read_text(), re.MULTILINE)
+    [cron_line] = re.findall(r"^[\d*].*$", text_of("deploy/cron/specextend"), re.MULTILINE)
     return [
         cron_line.replace("\\%", "%"),
         shlex.join([*constant("COMMAND"), "--run-date", "2026-11-22"]),
@@ -88,13 +88,13 @@ def test_a_file_starts_what_the_page_starts(path):
 def test_what_runs_on_many_nodes_joins_them_and_has_what_the_page_installs():
     """Without RAY_ADDRESS cron's and Airflow's nights used one machine of four."""
     assert PAIR.draft.model == DRAFT
-    assert PREPARE in (ROOT / "configs" / f"{NAME}.yaml").read_text()
+    assert PREPARE in text_of(f"configs/{NAME}.yaml")
     joins = {"RAY_ADDRESS": "node1:6379", "RAY_AUTH_MODE": "token"}
     assert constant("CLUSTER") == joins
-    assert {*(DEPLOY / "cron" / "specextend").read_text().splitlines()} >= {f"{key}={joins[key]}" for key in joins}
+    assert {*text_of("deploy/cron/specextend").splitlines()} >= {f"{key}={joins[key]}" for key in joins}
     [extras] = re.findall(r"any\.whl(\[.*?\])", CLUSTER)
-    image = (DEPLOY / "kuberay" / "Dockerfile").read_text()
-    launcher = "\n".join(yaml.safe_load((ROOT / "ray_cluster.yaml").read_text())["setup_commands"])
+    image = text_of("deploy/kuberay/Dockerfile")
+    launcher = "\n".join(yaml.safe_load(text_of("ray_cluster.yaml"))["setup_commands"])
     assert f"ARG EXTRAS={extras.strip('[]')}\n" in image
     assert f"any.whl{extras}" in launcher
     assert PREPARE in image
@@ -121,7 +121,7 @@ def test_kubernetes_fails_the_job_and_leaves_it_its_grace():
     assert CRON_JOB["spec"]["concurrencyPolicy"] == "Forbid"
     assert (RULE["action"], POD["restartPolicy"]) == ("FailJob", "Never")
     assert CONTAINER["args"][0].startswith("exec ")
-    assert f"image: {CONTAINER['image']}" in (DEPLOY / "kuberay" / "rayjob.yaml").read_text()
+    assert f"image: {CONTAINER['image']}" in text_of("deploy/kuberay/rayjob.yaml")
 
 
 @pytest.mark.parametrize("arguments", COMMANDS)
@@ -135,7 +135,7 @@ def test_a_submitted_job_takes_its_commands(arguments, monkeypatch):
 def test_every_exit_code_has_its_answer():
     """A scheduler that repeats what cannot succeed fills a night."""
     codes = {value for name, value in vars(exits).items() if name.startswith("EXIT_")}
-    page = (ROOT / "docs" / "output.md").read_text()
+    page = text_of("docs/output.md")
     rows = re.findall(r"^\| ([\d, ]+) \| ", page, re.MULTILINE)
     assert {int(code) for row in rows for code in row.split(",")} == codes
 

@@ -30,6 +30,7 @@ from tests.job.conftest import (
     ran,
     read_json,
     rows,
+    text_of,
     wait_for,
     write_corpus,
 )
@@ -108,7 +109,7 @@ def is_told_to_stop(pid):
 @pytest.fixture
 def night(cluster, tmp_path):
     """Submit the night of a date by the line of the page, with its configuration: other folders, models and sizes."""
-    page = (ROOT / "docs" / "cluster.md").read_text()
+    page = text_of("docs/cluster.md")
     [configuration] = re.findall(
         r"^```yaml\n(# /etc/specextend/nightly.yaml\n.*?)^```$", page, re.MULTILINE | re.DOTALL
     )

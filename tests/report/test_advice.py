@@ -2,14 +2,13 @@
 
 import copy
 import re
-from pathlib import Path
 
 import pytest
 
 from specextend.report.advice import OF_TEXTS, OF_TIME, give_advice
+from tests.job.conftest import text_of
 
-ROOT = Path(__file__).parents[2]
-TABLES = (ROOT / "specextend" / "report" / "sections.py").read_text()
+TABLES = text_of("specextend/report/sections.py")
 QUIET = {
     "rows": {"done": 100, "errors": 0},
     "errors": [],
@@ -171,5 +170,5 @@ def test_every_rule_has_a_case_and_an_explanation():
     """A rule that nobody has seen speak may never do so; docs/planning-and-report.md says when."""
     names = {rule.__name__ for rule in (*OF_TEXTS, *OF_TIME)}
     assert names == {case[0] for case in CASES}
-    page = (ROOT / "docs" / "planning-and-report.md").read_text()
+    page = text_of("docs/planning-and-report.md")
     assert {name for name in names if f"`{name}`" not in page} == set()
