@@ -13,6 +13,13 @@ from specextend.config import RunConfig
 from tests.job.conftest import ROOT, environment, ran, specextend, write_corpus
 
 
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The current folder, which is empty."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.mark.parametrize("arguments", ["--help", "--version", "run --help", "train --help", "configs"])
 def test_help_comes_at_once(arguments):
     """Importing torch takes seconds, in which who asks for a flag has given up. The clock proves nothing here."""
@@ -49,30 +56,26 @@ def test_every_command_has_its_help():
         "holds no run": "compare nowhere else",
     }.items(),
 )
-def test_what_is_wrong_is_said_in_one_line(arguments, said, tmp_path, monkeypatch):
+def test_what_is_wrong_is_said_in_one_line(arguments, said, here):
     """With exit code 2, whichever library found it."""
-    monkeypatch.chdir(tmp_path)
     Path("mine.yaml").touch()
     line = specextend(arguments).line()
     assert line[:7] == "error: "
     assert said in line
 
 
-def test_of_several_configurations_a_later_one_wins_key_by_key(tmp_path, monkeypatch):
+def test_of_several_configurations_a_later_one_wins_key_by_key(here):
     """A pair, a task and somebody's own file; each value says whose it is, and a path is relative to its own file.
 
     What is shown is itself a configuration.
     """
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "own.yaml").write_text(
-        "input: {path: in}\ndraft: {kind: ngram}\ndecoding: {max_new_tokens: 9}\n"
-    )
+    (here / "mine").mkdir()
+    (here / "mine" / "own.yaml").write_text("input: {path: in}\ndraft: {kind: ngram}\ndecoding: {max_new_tokens: 9}\n")
     given = "--config smollm2 --config keywords --config mine/own.yaml"
     shown = specextend(f"config show {given} --set output.path=out").stdout.splitlines()
     assert {
-        f'  path: "{tmp_path}/mine/in"  # mine/own.yaml',
-        f'  path: "{tmp_path}/out"  # --set',
+        f'  path: "{here}/mine/in"  # mine/own.yaml',
+        f'  path: "{here}/out"  # --set',
         '  column: "keywords"  # keywords',
         "  max_new_tokens: 9  # mine/own.yaml",
         '  stop: ["\\n"]  # keywords',
@@ -81,7 +84,7 @@ def test_of_several_configurations_a_later_one_wins_key_by_key(tmp_path, monkeyp
         '  model: ""  # default',
     } <= set(shown)
     one = RunConfig.load(["smollm2", "keywords", "mine/own.yaml"], ["output.path=out"])
-    (tmp_path / "one.yaml").write_text("\n".join(shown))
+    (here / "one.yaml").write_text("\n".join(shown))
     assert one == RunConfig.load("one.yaml")
     alone = specextend("plan --config keywords --input in --output out")
     assert alone.line() == "error: target is missing; a pair brings it: --config smollm2"
@@ -143,25 +146,24 @@ def test_a_shell_completes_commands_and_names_of_configurations():
     assert {"smollm2", "tiny-random"} <= complete("specextend run --config ")
 
 
-def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
+def test_a_configuration_is_begun_for_somebodys_columns(here):
     """It asks nothing, says why, and the plan takes what it has written."""
-    monkeypatch.chdir(tmp_path)
     texts = [f"Report {number}. " + "The committee met. " * 9 for number in range(3)]
     columns = {"no": ["a", "b", "c"], "Titel: #1": ["x"] * 3, "body": texts, "doc_id": [7, 8, 9], "n": [1, 2, 3]}
-    write_corpus(tmp_path / "my data" / "in.parquet", ["short"] * 3, **columns)
+    write_corpus(here / "my data" / "in.parquet", ["short"] * 3, **columns)
     assert specextend("init 'my data' --config tiny-random --to no/mine.yaml").code == 2, "the folder is not there"
     ended = specextend("init 'my data' --config tiny-random --to mine.yaml").exits(0)
     assert (
         "column of the text: body (the longest texts: 181 characters on average in the first 3 rows of in.parquet)"
         in ended.stdout
     )
-    written = (tmp_path / "mine.yaml").read_text()
+    written = (here / "mine.yaml").read_text()
     assert 'id_column: "doc_id" # named as an id, unique and never null in the first 3 rows' in written
     assert '# passthrough: ["text", "no", "Titel: #1", "n"]' in written
     config = RunConfig.load("mine.yaml")
     assert config.input.text_column == "body"
     assert config.input.id_column == "doc_id"
-    assert config.output.path == str(tmp_path / "out" / "my data")
+    assert config.output.path == str(here / "out" / "my data")
     assert specextend("plan --config mine.yaml").stdout.startswith("3 of 3 rows to do")
     again = specextend("init 'my data' --to mine.yaml")
     assert again.line() == "error: mine.yaml exists already; name another file with --to"
@@ -173,7 +175,7 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
         "output.path=out/my data-translation",
     ]
     assert RunConfig.load("task.yaml") == RunConfig.load(["tiny-random", "translation"], own)
-    assert len((tmp_path / "task.yaml").read_text().splitlines()) < 16, "of seventy lines nobody finds their own five"
+    assert len((here / "task.yaml").read_text().splitlines()) < 16, "of seventy lines nobody finds their own five"
     specextend("init 'my data' --config mine.yaml --config keywords --to more.yaml").exits(0)
     more = RunConfig.load("more.yaml")
     assert more.output.column == "keywords"
@@ -181,32 +183,30 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
     assert more.decoding.max_new_tokens == 64
 
 
-def test_the_first_night_leaves_out_what_the_first_run_has_done(tmp_path, monkeypatch):
+def test_the_first_night_leaves_out_what_the_first_run_has_done(here):
     """With the two lines "every night" taken up, it did everything again, inside the folder of the first run."""
-    monkeypatch.chdir(tmp_path)
-    write_corpus(tmp_path / "in" / "in.parquet", ["The committee met."] * 3)
+    write_corpus(here / "in" / "in.parquet", ["The committee met."] * 3)
     assert specextend("init in --to first.yaml").code == 0
-    begun = (tmp_path / "first.yaml").read_text()
+    begun = (here / "first.yaml").read_text()
     night = begun.replace("# except_done_in:", "except_done_in:").replace('path: "out/in"\n  # ', "")
-    (tmp_path / "night.yaml").write_text(night)
+    (here / "night.yaml").write_text(night)
     earlier = [RunConfig.load("first.yaml"), RunConfig.load("night.yaml", run_date=date(2026, 1, 31))]
     [done] = RunConfig.load("night.yaml", run_date=date(2026, 2, 1)).input.except_done_in
     outputs = [run.output.path for run in earlier]
-    assert outputs == [str(tmp_path / "out" / "in"), str(tmp_path / "out" / "in-2026-01-31")]
+    assert outputs == [str(here / "out" / "in"), str(here / "out" / "in-2026-01-31")]
     assert fnmatch.filter(outputs, done) == outputs
 
 
-def test_a_shipped_pair_brings_no_paths_where_somebody_has_their_own(tmp_path, monkeypatch):
+def test_a_shipped_pair_brings_no_paths_where_somebody_has_their_own(here):
     """`--config mine.yaml --config pair` summarised the demo's documents into the demo's folder, with exit 0."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").write_text("input: {path: in, text_column: body}\noutput: {path: out}\n")
+    (here / "mine.yaml").write_text("input: {path: in, text_column: body}\noutput: {path: out}\n")
     for order in (["mine.yaml", "tiny-random"], ["tiny-random", "mine.yaml"]):
         config = RunConfig.load(order, ["input.id_column=null"])
-        assert config.input.path == str(tmp_path / "in")
-        assert config.output.path == str(tmp_path / "out")
+        assert config.input.path == str(here / "in")
+        assert config.output.path == str(here / "out")
         assert config.input.text_column == "body"
         assert config.decoding.max_new_tokens == 24
-    (tmp_path / "ids.yaml").write_text("input: {id_column: key}\n")
+    (here / "ids.yaml").write_text("input: {id_column: key}\n")
     assert RunConfig.load(["ids.yaml", "tiny-random", "mine.yaml"]).input.id_column == "key"
 
 
@@ -219,40 +219,37 @@ def test_a_shipped_pair_brings_no_paths_where_somebody_has_their_own(tmp_path, m
         "smolm2": "; did you mean smollm2?",
     }.items(),
 )
-def test_a_base_that_is_none_is_refused(base, said, tmp_path, monkeypatch):
+def test_a_base_that_is_none_is_refused(base, said, here):
     """A circle would be read for ever."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.yaml").write_text(f"base: {base}\n")
+    (here / "a.yaml").write_text(f"base: {base}\n")
     with pytest.raises(ValueError, match=said):
         RunConfig.load("a.yaml")
 
 
-def test_no_column_is_taken_for_an_id_without_a_reason(tmp_path, monkeypatch):
+def test_no_column_is_taken_for_an_id_without_a_reason(here):
     """The run refuses repeated ids, and numbers rows where there are none."""
-    monkeypatch.chdir(tmp_path)
-    write_corpus(tmp_path / "a.parquet", ["one two three", "four"], id=["x", "x"], year=[1, 2])
+    write_corpus(here / "a.parquet", ["one two three", "four"], id=["x", "x"], year=[1, 2])
     assert specextend("init a.parquet --config tiny-random").code == 0
-    assert "  # id_column: NAME # no column is named as an id and unique" in (tmp_path / "a.yaml").read_text()
+    assert "  # id_column: NAME # no column is named as an id and unique" in (here / "a.yaml").read_text()
     assert RunConfig.load("a.yaml").input.id_column is None
     columns = {"url": ["x", None, "y"] * 4, "fetched_at": [f"2026-01-{day:02}" for day in range(1, 13)]}
-    write_corpus(tmp_path / "b.parquet", ["one two three"] * 12, **columns)
+    write_corpus(here / "b.parquet", ["one two three"] * 12, **columns)
     said = specextend("init b.parquet --config tiny-random").stdout
     assert "of the id: fetched_at (unique in the first 12 rows of b.parquet; url is named as one, but has nulls" in said
 
 
-def test_init_says_what_the_data_lacks_for_the_task(tmp_path, monkeypatch):
+def test_init_says_what_the_data_lacks_for_the_task(here):
     """An id in another language, a second file with other columns, and a template's column that is nowhere."""
-    monkeypatch.chdir(tmp_path)
     texts = [f"Report {number} of the committee, which met." for number in range(12)]
-    write_corpus(tmp_path / "data" / "a.parquet", texts, Titel=[f"T{i}" for i in range(12)], Nummer=list(range(12)))
-    write_corpus(tmp_path / "data" / "b.parquet", ["one"], Nummer=["7"])
-    (tmp_path / "data" / "c.pdf").touch()
+    write_corpus(here / "data" / "a.parquet", texts, Titel=[f"T{i}" for i in range(12)], Nummer=list(range(12)))
+    write_corpus(here / "data" / "b.parquet", ["one"], Nummer=["7"])
+    (here / "data" / "c.pdf").touch()
     ended = specextend("init data --config tiny-random --config question").exits(0)
     assert ": 1 .pdf; run specextend prepare documents data --output out/data-documents\n" in ended.stdout
     assert "of the id: Nummer (unique in the first 12 rows of a.parquet)" in ended.stdout
     assert "b.parquet and a.parquet differ in Nummer, Titel; a run needs the columns it uses in all" in ended.stdout
     assert "the task wants a column question; the data has text, Nummer, Titel: set prompt.i" in ended.stdout
-    written = (tmp_path / "data.yaml").read_text()
+    written = (here / "data.yaml").read_text()
     for line in ('path: "out/data-question-{run_date}"', "limit: 20", 'except_done_in: ["out/data-question*"]'):
         assert f"# {line}" in written
 

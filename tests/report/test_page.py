@@ -36,6 +36,10 @@ class Page(HTMLParser):
         if "style" not in self._open:
             self.text += data
 
+    def values(self, name, *tags):
+        """Values of an attribute, of elements with some tags or with any."""
+        return [values[name] for tag, values in self.elements if name in values and tag in (tags or (tag,))]
+
 
 def page_of(report, **changed):
     return Page(to_html(report | changed))
@@ -51,19 +55,16 @@ def test_the_page_holds_every_table_and_the_largest_figures(page, report):
     for section in sections(report):
         for cell in (section.title, *section.header, *(cell for row in section.rows for cell in row)):
             assert cell in page.text
-    tiles = {str(values["data-figure"]) for _, values in page.elements if "data-figure" in values}
-    assert tiles == {*TILES.values()} - {"reviewed.good.share"}
+    assert {*page.values("data-figure")} == {*TILES.values()} - {"reviewed.good.share"}
 
 
 def test_the_page_has_the_time_lines_and_every_finding(page, report):
     """What is left out is not missed by anybody but its reader; a place that no worker took has nothing to see."""
     assert "seat 2" in page.text
     assert "seat 3" not in page.text
-    plots = [values["data-plot"] for tag, values in page.elements if tag == "figure"]
     by_length = ["documents", "seconds_per_document", "mean_acceptance_length"]
-    assert plots == [*by_length, f"timeline_{FIRST}", f"timeline_{SECOND}"]
-    rules = [values["data-rule"] for tag, values in page.elements if tag == "li" and "data-rule" in values]
-    assert rules == [advice["rule"] for advice in report["advice"]]
+    assert page.values("data-plot", "figure") == [*by_length, f"timeline_{FIRST}", f"timeline_{SECOND}"]
+    assert page.values("data-rule", "li") == [advice["rule"] for advice in report["advice"]]
 
 
 def test_nothing_in_the_page_is_fetched_or_run(page):
@@ -74,16 +75,16 @@ def test_nothing_in_the_page_is_fetched_or_run(page):
         assert not [name for name in values if name.startswith("on") or name in ("src", "srcset", "action")], tag
         assert all((values[name] or "").startswith("#") for name in values if name.endswith("href")), tag
         assert "url(" not in (values.get("style") or "").replace("url(#", "")
-    policy = [values["content"] for tag, values in page.elements if values.get("http-equiv")]
+    policy = [values["content"] for _, values in page.elements if values.get("http-equiv")]
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
 
 
 def test_every_finding_leads_to_a_table_of_the_page(page, report):
     """A reader who is told of cut texts asks which ones; the ids of each flag are there."""
-    links = [values["href"] for tag, values in page.elements if tag == "a"]
-    anchors = {f"#{values['id']}" for tag, values in page.elements if tag == "section"}
+    links = page.values("href", "a")
+    anchors = {f"#{each}" for each in page.values("id", "section")}
     assert sum(link in anchors for link in links) == len(report["advice"]) > 0
-    assert {*links} <= {f"#{values['id']}" for _, values in page.elements if "id" in values}
+    assert {*links} <= {f"#{each}" for each in page.values("id")}
     for ids in (*report["flagged"].values(), *(error["doc_ids"] for error in report["errors"])):
         assert ", ".join(ids) in page.text
 
@@ -122,9 +123,8 @@ def test_the_page_leads_with_what_the_texts_are_worth(report):
 
 def test_each_sentence_with_a_source_is_a_link_to_its_passages(page, report):
     """Nothing else in the page says where a text comes from."""
-    links = [values["href"] for tag, values in page.elements if tag == "a"]
     places = [f"#{values['id']}" for _, values in page.elements if values.get("class") == "sources"]
-    assert len({*places}.intersection(links)) == len(places) > 0
+    assert len({*places}.intersection(page.values("href", "a"))) == len(places) > 0
     assert re.search(r"0 to 13, \d+%: Another text\.", page.text)
     assert "Of the sentences of the texts, 50% have a source in their documents." in page.text
 
@@ -136,16 +136,15 @@ def test_a_source_in_a_pdf_is_a_link_to_its_page(report):
     shown = text | {"summary": "x", "sources": [source | {"page": 2}], "pdf": "file:///in/a%20%22b.pdf"}
     named = other | {"summary": "x", "sources": [source | {"page": 7}]}
     page = page_of(report, texts={"random": [shown, named, *rest], "flagged": []})
-    links = [values["href"] for tag, values in page.elements if tag == "a"]
-    assert "file:///in/a%20%22b.pdf#page=2" in links
+    assert "file:///in/a%20%22b.pdf#page=2" in page.values("href", "a")
     assert re.search(r"page 2, 50%: A passage\..*page 7, 50%: A passage\.", page.text, re.S)
 
 
 def test_a_start_without_a_worker_has_its_place_in_time(report):
     """A Ray that did not start has taken time, too, which nobody saw."""
     failed = report["timeline"][0] | {"run_id": "0000000c", "workers": [], "seconds": 80.0, "exit_code": 1}
-    text = page_of(report, timeline=[failed]).text
-    assert "Start 0000000c: no worker; it ended after 1 min 20 s with exit 1" in text
+    said = "Start 0000000c: no worker; it ended after 1 min 20 s with exit 1"
+    assert said in page_of(report, timeline=[failed]).text
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from specextend.models.loading import load_engine
+from tests.job.conftest import read_json
 from tests.reference_outputs import tokens_of
 from tests.tiny_models import random_prompt, request
 
@@ -47,7 +48,7 @@ def test_a_trained_draft_is_loaded_and_lossless(workshop, draft):
 
 def test_the_loss_falls(draft):
     """On any target there is something to learn, if only which tokens are frequent."""
-    shown = json.loads((draft / "shown.json").read_text())
+    shown = read_json(draft / "shown.json")
     losses = [float(detail.removeprefix(", loss ")) for stage, *_, detail in shown if stage == "training"]
     assert len(losses) >= 4
     assert losses[-1] < 0.95 * losses[0]
@@ -55,7 +56,7 @@ def test_the_loss_falls(draft):
 
 def test_the_best_round_is_kept_and_the_card_says_what_each_was_worth(draft):
     """A loss that falls does not say that more is accepted; a last round that was worse must not be shipped."""
-    figures = json.loads((draft / "figures.json").read_text())
+    figures = read_json(draft / "figures.json")
     card = (draft / "README.md").read_text()
     assert [(each["round"], each["answers"]) for each in figures["rounds"]] == [(1, 8), (2, 16)]
     assert all(f"| {each['tokens_per_step']:.3f} |" in card for each in figures["rounds"])
@@ -74,7 +75,7 @@ def test_an_interrupted_round_goes_on_to_the_same_draft(workshop, draft, tmp_pat
         with pytest.raises(KeyboardInterrupt):
             workshop.train(tmp_path, shown)
     found = workshop.train(tmp_path)
-    assert found == json.loads((draft / "figures.json").read_text())
+    assert found == read_json(draft / "figures.json")
     assert (tmp_path / "model.safetensors").read_bytes() == (draft / "model.safetensors").read_bytes()
     assert ["answers", 3, 3] in [given[:3] for given in shown.all], "those that were given are kept"
     assert [done for stage, done, total, *_ in shown.all if (stage, total) == ("training", 64)] == [*range(1, 65)]
@@ -87,7 +88,7 @@ def test_a_draft_is_gone_on_from_and_measured_first(workshop, draft, tmp_path):
     card = (tmp_path / "more" / "README.md").read_text()
     assert "Round 0 is the draft that it went on from, `head`." in card
     assert str(draft.parent) not in card, "folders of the machine are nobody's business"
-    before = json.loads((draft / "figures.json").read_text())
+    before = read_json(draft / "figures.json")
     assert figures["rounds"][0]["tokens_per_step"] == max(each["tokens_per_step"] for each in before["rounds"])
     with pytest.raises(ValueError, match="this looks like a whole model"):
         workshop.train(tmp_path / "other", start_from=workshop.target)
