@@ -110,7 +110,8 @@ def put(folder, files):
 
 @pytest.fixture
 def prepare(folder):
-    def call(*sources, output="", **options):
+    def call(files=(), *sources, output="", **options):
+        put(folder, dict(files))
         wanted = DocumentOptions(workers=2, **options)
         return prepare_documents(sources or [str(folder)], output or f"{folder}.out", wanted, lambda done, total: None)
 
@@ -127,8 +128,7 @@ def read(folder, prepare):
     """Prepare a file, and return its row."""
 
     def read(name, content, **options):
-        put(folder, {name: content})
-        prepare(**options)
+        prepare({name: content}, **options)
         [row] = [row for row in pq.read_table(f"{folder}.out").to_pylist() if row["id"] == name]
         return row
 
@@ -218,8 +218,7 @@ def test_what_cannot_be_read_is_named_with_its_reason_and_the_rest_is_there(fold
 def test_a_title_that_a_program_wrote_by_itself_is_none(folder, prepare):
     """The name of the file says more. The title in these files was not read, whatever it was."""
     titles = ["(anonymous)", "Untitled-1", "Microsoft Word - x", "C:\\\\flex.PDF", "Q3 x.pptx", "Untitled lives"]
-    put(folder, {f"{number}.pdf": pages("One report.", title=title) for number, title in enumerate(titles)})
-    prepare()
+    prepare({f"{number}.pdf": pages("One report.", title=title) for number, title in enumerate(titles)})
     assert rows(folder, "title") == [*"01234", "Untitled lives"]
 
 
@@ -291,8 +290,7 @@ def test_a_hyphen_that_belongs_to_its_word_stays(read):
 def test_another_call_reads_what_is_new_or_changed_or_has_failed(folder, prepare):
     """Every night a few hundred reports come to a hundred thousand."""
     put(folder, {f"{name}.txt": name for name in "abcd"})
-    put(folder, {"e.txt": b"\xe9", "many.jsonl": '{"text": "1"}\n{"text": "2"}\n'})
-    first = prepare(limit=4)
+    first = prepare({"e.txt": b"\xe9", "many.jsonl": '{"text": "1"}\n{"text": "2"}\n'}, limit=4)
     assert first.num_read == 4
     assert first.num_waiting == 2
     prepare()
@@ -305,8 +303,7 @@ def test_another_call_reads_what_is_new_or_changed_or_has_failed(folder, prepare
     assert rows(folder, "text") == ["changed", "b", "c", "d", "é", "new", "1", "2"]
     assert failures(folder) == {"b.txt": "gone"}
     assert not second.has_failed
-    (folder / "bad.pdf").write_bytes(b"")
-    prepare()
+    prepare({"bad.pdf": b""})
     (folder / "bad.pdf").unlink()
     for _ in range(2):
         assert not prepare().has_failed
@@ -364,8 +361,7 @@ def test_books_slides_and_open_documents_are_read_as_they_are_shown(
     """In the order of their index, not of the archive, and without what is hidden or deleted."""
     row = read(f"a.{kind}", packed(files))
     assert (row["title"], row["text"], row["hidden_characters"]) == (title, text, num_hidden)
-    put(folder, {f"a.{kind}": packed({"META-INF/encryption.xml": "x.xhtml", **dict([*files.items()][:1])})})
-    prepare()
+    prepare({f"a.{kind}": packed({"META-INF/encryption.xml": "x.xhtml", **dict([*files.items()][:1])})})
     assert failures(folder) == {f"a.{kind}": "password" if kind == "epub" else "damaged"}
 
 
@@ -453,7 +449,7 @@ def test_what_is_no_text_is_named_with_what_reads_it(folder, prepare):
     """RTF was read with its codes, and Parquet was sent to `--pattern`, which took it for text that is not UTF-8."""
     put(folder, {"a.rtf": r"{\rtf1 text}", "b.parquet": b"PAR1"})
     with input_error(r"b\.parquet is Parquet, which specextend run reads as it is"):
-        prepare(f"{folder}/b.parquet")
+        prepare((), f"{folder}/b.parquet")
     for patterns, said in (((), "a.rtf is of a kind .*--reader"), (["*.parquet"], "b.parquet is Parquet, .* init")):
         with input_error(f"there is no file to read in .*{said}"):
             prepare(patterns=patterns)
@@ -463,8 +459,7 @@ def test_what_is_no_text_is_named_with_what_reads_it(folder, prepare):
 
 def test_a_file_that_hangs_its_reader_fails_alone(folder, prepare):
     """Elements inside each other, 400,000 deep, take minutes."""
-    put(folder, {"a.html": "<div>" * 400_000} | {f"{number}.txt": "fine" for number in range(20)})
-    prepare(time_limit_s=10)
+    prepare({"a.html": "<div>" * 400_000} | {f"{number}.txt": "fine" for number in range(20)}, time_limit_s=10)
     assert failures(folder) == {"a.html": "too slow"}
     assert rows(folder, "text") == ["fine"] * 20
 
@@ -479,22 +474,19 @@ def test_a_file_that_ends_its_reader_fails_alone(folder, prepare):
         f"<</Length {len(content)}/Filter/FlateDecode>>stream\n{content}\nendstream",
         "<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Resources<</Font<</F1 3 0 R>>>>/Contents 4 0 R>>",
     )
-    put(folder, {"a.pdf": pdf(*objects), "b.pdf": pages("fine")})
-    prepare(time_limit_s=LONGEST_S, memory_gib=1.5)
+    prepare({"a.pdf": pdf(*objects), "b.pdf": pages("fine")}, time_limit_s=LONGEST_S, memory_gib=1.5)
     assert failures(folder) == {"a.pdf": "crashed"}
     assert rows(folder, "text") == ["fine"]
 
 
 def test_what_a_killed_call_has_left_is_gone_and_what_it_had_read_stays(folder, prepare):
     """A part that is whole but not announced, half a file, and parts that were joined but not yet deleted."""
-    (folder / "a.jsonl").write_text('{"text": "1"}\n{"text": "2"}\n')
-    prepare()
+    prepare({"a.jsonl": '{"text": "1"}\n{"text": "2"}\n'})
     [part] = Path(f"{folder}.out").glob("part-*")
     (part.parent / "part-000009-00000000.parquet").write_bytes(part.read_bytes())
     (part.parent / ".1.tmp").write_bytes(part.read_bytes())
     (part.parent / ".part.0.tmp").write_bytes(b"half")
-    (folder / "b.txt").write_text("3")
-    assert prepare().num_read == 1
+    assert prepare({"b.txt": "3"}).num_read == 1
     assert rows(folder, "text") == ["1", "2", "3"]
     assert failures(folder) == {}
     assert len(list(part.parent.iterdir())) == 2
@@ -537,7 +529,7 @@ def test_several_patterns_sources_and_single_files_lose_none(folder, prepare):
     assert rows(folder, "id") == rows(folder, "text") == ["x/a.md", "y/a.md", "y/deep/d.log"]
     assert failures(folder) == {"README": "left out", "b.log": "left out", "c.txt": "left out"}
     sources = [f"{folder}/x", f"{folder}/y/**/*.md", f"{folder}/README", f"{folder}/x/a.md"]
-    prepare(*sources, output=f"{folder}2.out")
+    prepare((), *sources, output=f"{folder}2.out")
     found = pq.read_table(f"{folder}2.out").sort_by("text")
     assert found["text"].to_pylist() == ["README", "x/a.md", "x/c.txt", "y/a.md"]
     assert found["id"].to_pylist() == [f"{folder}/{name}" for name in ("README", "x/a.md", "x/c.txt", "y/a.md")]
@@ -559,7 +551,7 @@ def test_an_object_store_is_read_and_written(s3, prepare):
     write_bytes(resolve("s3://corpus/in/a.txt"), b"one")
     write_bytes(resolve("s3://corpus/in/b.jsonl"), b'{"text": "two"}\n')
     for read in (2, 0):
-        done = prepare("s3://corpus/in/", output="s3://corpus/out")
+        done = prepare((), "s3://corpus/in/", output="s3://corpus/out")
         assert done.num_documents == 2
         assert done.num_read == read
         assert done.failures == []
@@ -592,11 +584,9 @@ def test_a_missing_package_names_the_format_and_the_extra(folder, prepare, monke
     """It concerns all files of its format, so it is no fault of a file. What was read stays."""
     monkeypatch.syspath_prepend(folder.parent)
     (folder.parent / "pypdfium2.py").write_text("import missing_package")
-    (folder / "a.txt").write_text("fine")
-    (folder / "b.pdf").write_bytes(pages("One report."))
     said = r"PDF cannot be read: No module named 'missing_package'; install .* its extra `documents`"
     with input_error(said):
-        prepare()
+        prepare({"a.txt": "fine", "b.pdf": pages("One report.")})
     assert rows(folder, "text") == ["fine"]
 
 
@@ -616,8 +606,7 @@ def test_a_data_set_brings_its_ids_and_pages_to_a_run(folder, prepare):
     """Without `input.id_column` its summaries had the names of Parquet files, which the next call joins. Pages are
     those of its column `text`.
     """
-    (folder / "a.txt").write_text("one two three")
-    prepare()
+    prepare({"a.txt": "one two three"})
     source = opened(f"{folder}.out")
     assert source.options.id_column == "id"
     assert source.options.pages_column == "page_starts"
@@ -658,8 +647,7 @@ def test_a_table_is_read_as_it_was_meant_or_refused(folder, prepare):
         "large.jsonl:1": (b'{"text": "x", "n": 1e400}', "bad row"),
         "empty.csv": (b"id,text\n", "no text"),
     }
-    put(folder, good | {name.partition(":")[0]: data for name, (data, _) in bad.items()})
-    prepare(encoding="utf-16-le")
+    prepare(good | {name.partition(":")[0]: data for name, (data, _) in bad.items()}, encoding="utf-16-le")
     assert failures(folder) == {name: reason for name, (_, reason) in bad.items()}
     assert {Path(path).name for path in rows(folder, "source_path")} == good.keys()
     assert set(rows(folder, "text")) == {"fine"}
@@ -672,8 +660,7 @@ def test_numbers_stay_exact_and_keep_no_later_call_from_its_work(folder, prepare
     for name, numbers in groups.items():
         lines = [json.dumps({"text": "x", name: number, "n": 1}) for number in numbers]
         put(folder, {f"{name}.jsonl": "\n".join(lines)})
-    put(folder, {"f.jsonl": '{"text": "x", "a": 0.5, "n": 2.5}'})
-    prepare(limit=3)
+    prepare({"f.jsonl": '{"text": "x", "a": 0.5, "n": 2.5}'}, limit=3)
     assert not prepare().has_failed
     assert prepare().num_unchanged == 6
     table = pq.read_table(f"{folder}.out")
@@ -700,8 +687,7 @@ def test_a_page_has_the_encoding_that_it_names_and_ends_where_it_ends(folder, pr
         "strict.xhtml": (xml.format("windows-1252") + page).encode("cp1252"),
         "strict.html": xml.format("utf-8") + page,
     }
-    put(folder, files | {"broken.xhtml": "<p>never closed"})
-    prepare(encoding="koi8-r")
+    prepare(files | {"broken.xhtml": "<p>never closed"}, encoding="koi8-r")
     assert failures(folder) == {"broken.xhtml": "damaged"}
     euro = "caf\xe9 \u20ac"
     other = "\u0414\u0430"
@@ -717,8 +703,7 @@ def test_a_page_has_the_encoding_that_it_names_and_ends_where_it_ends(folder, pr
 )
 def test_text_that_looks_like_utf_8_is_refused_or_read_in_its_encoding(folder, prepare, encoding, text):
     """Its bytes are valid as they are, so something else was read, with exit 0. UTF-32 with a mark says what it is."""
-    put(folder, {"bare.txt": text.encode(encoding), "marked.txt": "fine".encode("utf-32")})
-    prepare()
+    prepare({"bare.txt": text.encode(encoding), "marked.txt": "fine".encode("utf-32")})
     assert rows(folder, "text") == ["fine"]
     assert failures(folder) == {"bare.txt": "encoding"}
     prepare(encoding=encoding)
