@@ -111,10 +111,6 @@ def test_a_scheduler_repeats_what_may_succeed(codes):
     assert {*codes} == FINAL
 
 
-def test_airflow_reads_its_file():
-    compile(DAG, "specextend_nightly.py", "exec")
-
-
 def test_kubernetes_fails_the_job_and_leaves_it_its_grace():
     """A failure policy asks for pods that are never restarted; a shell would not pass SIGTERM on."""
     assert (CRON_JOB["apiVersion"], CRON_JOB["kind"]) == ("batch/v1", "CronJob")
