@@ -19,7 +19,7 @@ from specextend.data.schema import COMMIT_SCHEMA
 from specextend.report import RunFigures, build_report, write_report
 from tests.data.conftest import opened
 from tests.properties.rows import done, failed
-from tests.report.made_up import config_of, write_manifest_file
+from tests.report.made_up import begin_run
 
 PLACES = ("Aaren Bisk Corl", "Dunmar Ebel Fosk", "Garn Hult Ivel", "Jorn Kelm Lask", "Morv Nelk Ospel")
 DOCUMENTS = [
@@ -66,7 +66,7 @@ def test_texts_that_fit_any_document_are_flagged(seed, source, output, tmp_path)
     """A model that is at its end writes them, and nothing in such a text is wrong by itself. Whatever the order of
     rows and commits, the files, the report of the run and one that is made again say the same.
     """
-    write_manifest_file(output, config_of(output.path), len(DOCUMENTS))
+    begin_run(output.path, len(DOCUMENTS))
     order = random.Random(seed).sample(range(len(DOCUMENTS)), len(DOCUMENTS))
     writer = CommitWriter(output, "0000000a")
     for begin in range(0, len(order), seed + 1):
@@ -99,7 +99,7 @@ def test_rows_that_are_done_again_change_the_flags_of_others(source, output):
 
 def test_each_of_several_tasks_is_compared_with_itself(source, output, tmp_path):
     """The second task's answers are labels, which no document has: they say nothing about a document, and need not."""
-    write_manifest_file(output, config_of(output.path), len(DOCUMENTS))
+    begin_run(output.path, len(DOCUMENTS))
     manifest = read_manifest(output)
     second = {"output": {"column": "label", "schema": None}}
     manifest["config"]["tasks"] = {"first": {"output": {"column": "summary", "schema": None}}, "second": second}

@@ -179,6 +179,13 @@ def write_manifest_file(output, config, num_rows, digest="f" * 64):
     write_manifest(output, manifest | {"models": model})
 
 
+def begin_run(folder, num_rows):
+    """Write the manifest of a run in its folder."""
+    output = resolve(str(folder))
+    write_manifest_file(output, config_of(output.path), num_rows)
+    return output
+
+
 def write_part(folder, table):
     """Write the results of the first input file, as a run does."""
     write_table(resolve(str(folder / "part-00000.parquet")), table)

@@ -17,6 +17,7 @@ from tests.job.conftest import specextend
 from tests.report.made_up import (
     FIRST,
     NIGHT_S,
+    begin_run,
     config_of,
     failed_row,
     rows_of_worker,
@@ -72,7 +73,7 @@ def test_the_end_of_a_run_is_shown_in_few_lines(report):
 
 def test_rows_to_do_come_from_the_manifest(run):
     """A run under way: its report says how much is left, which run it is, and when it was started."""
-    write_manifest_file(resolve(run), config_of(run), num_rows=5)
+    begin_run(run, 5)
     record(run, "b.json", run_id="b", begin="2025-01-02", exit_code=None)
     record(run, "a.json", run_id="a", begin="2025-01-01", exit_code=75)
     report = build_report(run)

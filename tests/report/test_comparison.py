@@ -11,7 +11,7 @@ from specextend.report import compare
 from tests.data.conftest import location
 from tests.job.conftest import specextend
 from tests.properties.rows import done
-from tests.report.made_up import config_of, write_manifest_file
+from tests.report.made_up import begin_run, config_of, write_manifest_file
 
 
 def run_of(folder, texts, digest="a" * 64, **decoding):
@@ -102,6 +102,6 @@ def test_there_is_nothing_to_compare_without_a_common_document(tmp_path):
 
 def test_a_run_that_has_nothing_done_is_a_run(tmp_path):
     """It was interrupted before its first commit."""
-    write_manifest_file(location(tmp_path), config_of("/same"), 3)
+    begin_run(tmp_path, 3)
     with pytest.raises(ValueError, match="holds a run of which nothing is done yet"):
         compare(str(tmp_path), str(tmp_path))

@@ -19,7 +19,7 @@ from tests.damage import damage
 from tests.data.conftest import location
 from tests.job.conftest import rows, specextend
 from tests.properties.rows import done
-from tests.report.made_up import NIGHT_S, SetClock, config_of, failed_row, write_manifest_file, write_part
+from tests.report.made_up import NIGHT_S, SetClock, begin_run, config_of, failed_row, write_manifest_file, write_part
 
 
 def answer(row, text, doc_id=""):
@@ -33,8 +33,7 @@ def texts(folder):
 @pytest.fixture
 def stopped(tmp_path):
     """A run of four documents whose driver is gone: two commits, in which one document is done twice."""
-    output = tmp_path / "run"
-    write_manifest_file(location(output), config_of(str(output)), 4)
+    begin_run(output := tmp_path / "run", 4)
     commit(output, "0000000a", answer(0, "a"), failed_row(1, doc_id="doc-1"))
     commit(output, "0000000a", answer(0, "a again"), answer(2, "c"))
     return output
@@ -75,8 +74,7 @@ def test_a_follower_that_was_stopped_goes_on_where_it_was(stopped, tmp_path):
 def test_a_folder_of_another_export_is_not_followed_into(stopped, tmp_path):
     """Two runs in one folder would look like one."""
     assert follow(stopped, tmp_path / "live").code == 75
-    other = tmp_path / "other"
-    write_manifest_file(location(other), config_of(str(other)), 1)
+    begin_run(other := tmp_path / "other", 1)
     assert "which is no commit of this run; name another folder" in follow(other, tmp_path / "live").line()
 
 
@@ -273,8 +271,7 @@ def test_runs_that_do_not_belong_together_are_not_merged(night, tmp_path):
     keywords = night(2, {"a": "a2"}, column="keywords")
     number = night(3, {"a": "a3"}, source=1)
     text = night(4, {"a": "a4"}, source="x")
-    (unfinished := tmp_path / "unfinished").mkdir()
-    write_manifest_file(location(unfinished), config_of(str(unfinished)), 4)
+    begin_run(unfinished := tmp_path / "unfinished", 4)
     killed = night(6, {"a": "a6"}, failed=("b",))  # while it wrote its results
     (killed / "errors" / "part-00000.parquet").unlink()
     for run, other, said in (

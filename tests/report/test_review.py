@@ -14,10 +14,9 @@ from specextend.core import DocumentKey
 from specextend.data.schema import SUMMARY_SCHEMA
 from specextend.report.gold import wilson
 from specextend.report.review import Stratum, allocate, stratified
-from tests.data.conftest import location
 from tests.job.conftest import read_json, specextend
 from tests.properties.rows import done
-from tests.report.made_up import config_of, write_manifest_file, write_part
+from tests.report.made_up import begin_run, write_part
 
 FLAGS = [["truncated"]] * 60 + [["copied", "truncated"]] * 20 + [["copied"]] * 17 + [["rule:short", "copied"]] * 3
 NUM_ROWS = 400
@@ -32,7 +31,7 @@ def output(tmp_path_factory):
     a quote.
     """
     output = tmp_path_factory.mktemp("review") / "run"
-    write_manifest_file(location(output), config_of(str(output)), NUM_ROWS)
+    begin_run(output, NUM_ROWS)
     flags = FLAGS + [[]] * (NUM_ROWS - len(FLAGS))
     random.Random(1).shuffle(flags)
     ids = [f"=doc {row}" for row in range(NUM_ROWS)]

@@ -9,19 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from specextend.config import RunConfig
 from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
 from specextend.training.distil import distil
 from specextend.training.recording import Recording, TrainOptions
-from tests.tiny_models import FAMILIES, SECTIONS, spelling_tokenizer, tiny_model
+from tests.tiny_models import FAMILIES, spelling_tokenizer, tiny_config, tiny_model, write_model
 
 WORDS = ("river", "report", "county", "bridge", "water", "budget", "council", "annual", "road", "storm", "repair")
-
-
-def byte_tokenizer():
-    """A token a byte, and three special ones."""
-    return spelling_tokenizer(259)
 
 
 def document(number, num_words=60):
@@ -51,12 +45,8 @@ class Workshop:
     target: str
     text: Path
 
-    def config(self, **sections):
-        values = {name: dict(section) for name, section in SECTIONS.items()}
-        values["target"] = {"model": self.target, "dtype": "float32"}
-        values["draft"] = {"kind": "ngram"}
-        values["decoding"]["max_new_tokens"] = 8
-        return RunConfig.from_values(values | sections)
+    def config(self, **changes):
+        return tiny_config(self, "ngram", decoding__max_new_tokens=8, **changes)
 
     def train(self, output, show=lambda *progress: None, **changes):
         options = replace(OPTIONS, **changes)
@@ -65,11 +55,10 @@ class Workshop:
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory):
+    """Its tokens are bytes and three special ones."""
     folder = tmp_path_factory.mktemp("training")
-    tokenizer = byte_tokenizer()
-    tiny_model(FAMILIES["llama-tied-llama3"], 0, len(tokenizer)).save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
-    return Workshop(str(folder / "target"), write_texts(folder / "texts.parquet", [document(i, 200) for i in range(8)]))
+    target = write_model(tiny_model(FAMILIES["llama-tied-llama3"], 0, 259), folder / "target", spelling_tokenizer)
+    return Workshop(str(target), write_texts(folder / "texts.parquet", [document(i, 200) for i in range(8)]))
 
 
 def made_up_recording(vocab_size, hidden_size):

@@ -39,8 +39,8 @@ def draft(workshop, tmp_path_factory):
 def test_a_trained_draft_is_loaded_and_lossless(workshop, draft):
     """A draft that cannot be run has been trained for nothing; one that changes the text must not exist."""
     requests = [request(str(length), random_prompt(length, vocab_size=257), 16) for length in (40, 150)]
-    plain = load_engine(workshop.config(decoding={"mode": "autoregressive", "cache_gib": 0.05}))
-    drafted = load_engine(workshop.config(draft={"kind": "eagle", "model": str(draft)}))
+    plain = load_engine(workshop.config(decoding__mode="autoregressive"))
+    drafted = load_engine(workshop.config(draft__kind="eagle", draft__model=str(draft)))
     expected, found = (tokens_of(engine.generate(requests)) for engine in (plain, drafted))
     assert found == expected
     assert all(len(token_ids) > 4 for token_ids in found.values())
