@@ -10,10 +10,8 @@ from specextend.data.commits import CommitWriter
 from specextend.data.storage import resolve
 from specextend.report import build_report
 from specextend.stats import DecodingStats
-from tests.job.conftest import rows
 from tests.report.made_up import (
     FIRST,
-    LIMITS,
     NIGHT_S,
     PRICE,
     SECOND,
@@ -31,6 +29,7 @@ DRAFTED = DecodingStats(
     num_output_tokens=21,
     num_spec_steps=8,
     num_plain_steps=2,
+    num_forwards=10,
     num_draft_tokens=64,
     num_network_steps=7,
     num_first_accepted=5,
@@ -92,23 +91,6 @@ def test_rows_count_once_and_for_the_worker_and_the_start_that_did_them(report):
     assert all(text["quality_flags"] for text in report["texts"]["flagged"])
 
 
-def test_shares_of_the_limits(report, made_up):
-    """Of every document but those of the worker that measured nothing."""
-    done = [row for row in rows(made_up / "_run/parts") if row["worker"] not in (None, "host:2")]
-    flop = num_bytes = 0
-    for row in done:
-        prompt, cached = row["num_prompt_tokens"], row["num_cached_tokens"]
-        num_read, num_steps = prompt - cached, row["num_spec_steps"] + row["num_plain_steps"]
-        flop += 2 * (num_read * LIMITS["layer_parameters"] + LIMITS["head_parameters"])
-        flop += LIMITS["attention_flop_per_pair"] * num_read * (prompt + cached + 1) / 2
-        seen = num_steps * (prompt + row["num_output_tokens"] / 2)
-        num_bytes += row["num_forwards"] * LIMITS["weight_bytes"] + seen * LIMITS["kv_bytes_per_token"]
-    prefill_s, verify_s = (sum(row[f"{phase}_s"] for row in done) for phase in ("prefill", "verify"))
-    assert report["limits"]["documents"] == len(done)
-    assert report["limits"]["prefill_share"] == pytest.approx(flop / LIMITS["flop_per_s"] / prefill_s)
-    assert report["limits"]["verify_share"] == pytest.approx(num_bytes / LIMITS["read_bytes_per_s"] / verify_s)
-
-
 def test_what_the_paid_time_was_spent_on(report):
     """The kinds add up to all of it; the clock ran until a driver's last heartbeat or its end."""
     found = report["wall_clock"]
@@ -130,7 +112,7 @@ def test_the_tail(report):
     assert tail["last_worker_alone_s"] == tail["idle_median_s"] > 60
 
 
-def one_worker(folder, workers=True):
+def one_worker(folder, made, workers=True):
     """A driver that was killed 100 s after it began, when its only worker had finished a few documents."""
     output = resolve(str(folder))
     clock = SetClock()
@@ -139,8 +121,21 @@ def one_worker(folder, workers=True):
     if workers:
         start_worker(record, clock, 1, 1, NIGHT_S - 2, NIGHT_S + 10)
         record.write()
-    CommitWriter(output, FIRST).commit(rows_of_worker(range(5), "host:1", NIGHT_S + 11))
+    CommitWriter(output, FIRST).commit(made)
     return str(folder)
+
+
+FEW = rows_of_worker(range(5), "host:1", NIGHT_S + 11)
+
+
+def test_shares_of_the_limits(report, tmp_path):
+    """What 800 tokens of a prompt compute in a second, and ten steps read in 1.5 s, of what the GPU could do. They are
+    known of every document but those of the worker that measured nothing.
+    """
+    found = build_report(one_worker(tmp_path, [done_row(0, DRAFTED, "host:1", NIGHT_S + 11)]))["limits"]
+    assert found["prefill_share"] == pytest.approx((2 * (800 * 7e9 + 5e8) + 524_288 * 800 * 1201 / 2) / 8e14)
+    assert found["verify_share"] == pytest.approx((10 * 16e9 + 10 * (1000 + 21 / 2) * 131_072) / 4e12 / 1.5)
+    assert report["limits"]["documents"] == report["rows"]["done"] - report["workers"]["host:2"]
 
 
 def last_end(report):
@@ -152,7 +147,7 @@ def test_the_last_sign_of_life_stands_for_an_end_that_nobody_wrote(tmp_path):
 
     So it does where the next start holds the lock while the report is made.
     """
-    run = one_worker(tmp_path)
+    run = one_worker(tmp_path, FEW)
     lock = Path(run, "_run", "lock")
     report = build_report(run)
     before = report["starts"][0]["seconds"]
@@ -172,7 +167,7 @@ def test_the_last_sign_of_life_stands_for_an_end_that_nobody_wrote(tmp_path):
 
 def test_a_worker_that_was_never_recorded_counts_what_its_rows_say(tmp_path):
     """The driver was killed before it wrote that the worker is ready: its documents were not for nothing."""
-    report = build_report(one_worker(tmp_path, workers=False))
+    report = build_report(one_worker(tmp_path, FEW, workers=False))
     paid = report["wall_clock"]["paid_s"]
     assert sum(paid.values()) == pytest.approx(report["time"]["busy_s"])
     [worker] = report["timeline"][0]["workers"]
