@@ -21,7 +21,7 @@ from specextend.decoding.engine import Engine
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter, DraftNetwork
 from specextend.drafters.eagle_network import EagleNetwork, HeadShape
-from specextend.drafters.small_lm import ModelNetwork
+from specextend.drafters.lm_networks import ModelNetwork
 from specextend.models.causal_lm import rope_frequencies
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from specextend.attention import backends, tree_kernel
+from specextend.attention import backends, triton_kernels
 from specextend.attention.backends import load_backend
 from specextend.attention.plain import MAX_MASKED, attend_reference, masked_rows
 from specextend.proof.prover import Kernels
@@ -115,8 +115,8 @@ def captured_engine(pair, draft, graphs, adaptive=None, *, prompts="triton", **c
     """
     config = tiny_config(pair, draft, attention__backend="reference", attention__tree="dense", **changes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_kernel, "attend_triton", attend_on_device)
-        patch.setattr(tree_kernel, "serves", has_few_rows)
+        patch.setattr(triton_kernels, "attend_triton", attend_on_device)
+        patch.setattr(triton_kernels, "serves", has_few_rows)
         patch.setattr(backends, "attend_cuda", attend_reference)
         patch.setattr(backends, "find_flash_attn", lambda: None)
         triton = load_backend("triton", torch.device("cuda"))
@@ -127,8 +127,8 @@ def captured_engine(pair, draft, graphs, adaptive=None, *, prompts="triton", **c
 
 
 def has_few_rows(q, span):
-    """What `tree_kernel.serves` says of a head size that the kernel takes."""
-    return q.shape[1] <= tree_kernel.MAX_QUERIES and (span.mask is None or span.mask.shape[2] <= MAX_MASKED)
+    """What `triton_kernels.serves` says of a head size that the kernel takes."""
+    return q.shape[1] <= triton_kernels.MAX_QUERIES and (span.mask is None or span.mask.shape[2] <= MAX_MASKED)
 
 
 def attend_on_device(q, k, v, span, scale):

@@ -186,7 +186,7 @@ def test_the_kernel_of_steps_takes_every_call_of_a_shipped_configuration(name):
     """
     config = RunConfig.load(CONFIGS / f"{name}.yaml")
     assert config.attention.backend == config.attention.tree == "auto"
-    kernel = pytest.importorskip("specextend.attention.tree_kernel", exc_type=ImportError)
+    kernel = pytest.importorskip("specextend.attention.triton_kernels", exc_type=ImportError)
     tree = config.tree
     num_drafts = tree.most_drafts
     drafts = [(each.most_drafts, each.depth) for each in tree.captured]

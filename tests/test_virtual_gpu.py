@@ -12,8 +12,8 @@ from specextend.decoding.device import Graphs
 from specextend.decoding.engine import Engine
 from specextend.drafters.ngram import NgramDrafter
 from specextend.models.causal_lm import load_tokenizer
+from specextend.proof.child import TinyPair
 from specextend.proof.prover import Kernels
-from specextend.proof.tiny_pair import TinyPair
 from tests.gpu.test_cuda_engine import SUBJECT
 from tests.recorded_graph import attend_on_device
 from tests.reference_outputs import tokens_of

@@ -144,7 +144,7 @@ def load_triton(device: torch.device) -> Attend:
         ValueError: triton is not installed, or the device is a CPU outside of its interpreter.
     """
     try:
-        from specextend.attention.tree_kernel import attend_triton, is_interpreted, serves
+        from specextend.attention.triton_kernels import attend_triton, is_interpreted, serves
     except ImportError as error:
         raise ValueError(
             "attention.backend triton needs the package triton: pip install triton"
@@ -170,7 +170,7 @@ def load_layer_kernels(name: str, device: torch.device) -> LayerKernels:
     if name != "triton":
         return TORCH
     load_triton(device)
-    from specextend.attention.layer_kernels import TRITON
+    from specextend.attention.triton_kernels import TRITON
 
     return TRITON
 

@@ -6,11 +6,10 @@ from typing import NoReturn
 import click
 
 from specextend.cli.command import run_alone
-from specextend.cli.machine import check
 from specextend.cli.prepare import prepare
 from specextend.cli.report import audit, compare, export, report
 from specextend.cli.run import demo, plan, run, status
-from specextend.cli.settings import config, configs, init
+from specextend.cli.settings import check, config, configs, init
 from specextend.cli.train import train
 
 

@@ -96,8 +96,8 @@ def documents(sources: tuple[str, ...], output: str, skip_unreadable: bool, **gi
     """Read files, folders and globs, local or URIs: PDF, DOCX, EPUB, PPTX, ODT, HTML, Markdown,
     text, JSON Lines, CSV.
     """
-    from specextend.documents.document_options import DocumentOptions
     from specextend.documents.preparation import prepare_documents
+    from specextend.documents.text import DocumentOptions
 
     since = time.monotonic()
 
@@ -121,9 +121,9 @@ def hf(
     source: str, split: str, subset: str | None, output: str, skip_unreadable: bool, **given: Any
 ) -> int:
     """Read a data set of the Hugging Face Hub, or a local folder of one."""
-    from specextend.documents.document_options import DocumentOptions
     from specextend.documents.preparation import prepare_rows
     from specextend.documents.table_rows import hub_rows
+    from specextend.documents.text import DocumentOptions
 
     rows = hub_rows(source, subset, split, given["limit"])
     name = ":".join(filter(None, (source, subset, split)))

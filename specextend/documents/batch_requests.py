@@ -17,8 +17,8 @@ from specextend.core import ReadOnly, Values
 from specextend.data.inputs import InputError
 from specextend.data.parquet import SEALED
 from specextend.data.storage import atomic_output, is_folder, resolve
-from specextend.documents.document_options import UnreadableError
 from specextend.documents.table_rows import json_value
+from specextend.documents.text import UnreadableError
 
 _COLUMNS = pa.schema([("id", "string"), ("text", "string"), ("max_new_tokens", "int32")])
 _GROUP_ROWS = 64

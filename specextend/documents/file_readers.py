@@ -35,14 +35,21 @@ from specextend.data.storage import (
     is_away,
     read_again,
 )
-from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
 from specextend.documents.document_set import (
     write_rows,
 )
 from specextend.documents.html import read_html
 from specextend.documents.pdf import read_pdf
 from specextend.documents.table_rows import ROW_READERS, NumberedRow, as_row
-from specextend.documents.text import HALF_CHARACTER, decode, num_visible, read_markdown
+from specextend.documents.text import (
+    HALF_CHARACTER,
+    DocumentOptions,
+    Text,
+    UnreadableError,
+    decode,
+    num_visible,
+    read_markdown,
+)
 from specextend.documents.zipped_xml import read_docx, read_epub, read_odt, read_pptx
 
 KINDS = {

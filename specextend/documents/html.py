@@ -14,8 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from specextend.documents.document_options import DocumentOptions, Text
-from specextend.documents.text import decode, hidden_counts, num_visible
+from specextend.documents.text import DocumentOptions, Text, decode, hidden_counts, num_visible
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborHTMLParser, LexborNode

@@ -9,8 +9,13 @@ from collections.abc import Callable, Container, Iterator
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
-from specextend.documents.text import hidden_counts, num_visible
+from specextend.documents.text import (
+    DocumentOptions,
+    Text,
+    UnreadableError,
+    hidden_counts,
+    num_visible,
+)
 
 _ITEM = re.compile(r"([-•▪◦*]|\(?(\d{1,3}|[a-z])[.)])\s")
 _HIDDEN = 0x02 | 0x20

@@ -33,7 +33,6 @@ from specextend.data.storage import (
     resolve,
     write_bytes,
 )
-from specextend.documents.document_options import DocumentOptions, UnreadableError
 from specextend.documents.document_set import (
     COUNTS,
     known_files,
@@ -51,6 +50,7 @@ from specextend.documents.file_readers import (
     read_table,
 )
 from specextend.documents.table_rows import NumberedRow
+from specextend.documents.text import DocumentOptions, UnreadableError
 
 _AS_IT_IS = (
     "is Parquet, which specextend run reads as it is: specextend init FILE writes its configuration"

@@ -12,9 +12,14 @@ from typing import Any, BinaryIO
 
 from specextend.core import Values, one_line, unique_fields
 from specextend.data.inputs import InputError, InputUnreachableError
-from specextend.documents.document_options import DocumentOptions, UnreadableError
 from specextend.documents.document_set import COLUMNS
-from specextend.documents.text import HALF_CHARACTER, NOT_UTF8, decoded_lines
+from specextend.documents.text import (
+    HALF_CHARACTER,
+    NOT_UTF8,
+    DocumentOptions,
+    UnreadableError,
+    decoded_lines,
+)
 
 NumberedRow = tuple[int, Any]
 """Number of a row, and its values or its error."""

@@ -10,9 +10,8 @@ from pathlib import PurePath
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
-from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
 from specextend.documents.html import html_text, local_name, read_html
-from specextend.documents.text import hidden_counts
+from specextend.documents.text import DocumentOptions, Text, UnreadableError, hidden_counts
 
 _BODY = re.compile(r"(document|footnotes|endnotes)\d*\.xml")
 _NOTE = re.compile(r'<li id="(foot|end)note-[^"]*"><p>')

@@ -49,7 +49,7 @@ from specextend.models.pairing import (
     how_trees_attend,
     load_drafter,
 )
-from specextend.proof.child import times_of
+from specextend.proof.child import random_model, times_of
 from specextend.proof.prover import (
     Kernels,
     LayerShape,
@@ -58,7 +58,6 @@ from specextend.proof.prover import (
     candidates_for,
     load_proof,
 )
-from specextend.proof.tiny_pair import random_model
 
 _log = logging.getLogger(__name__)
 GIB = 1024**3

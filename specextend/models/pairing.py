@@ -22,9 +22,8 @@ from specextend.decoding.tree import Drafter
 from specextend.drafters.causal import CausalDrafter, DraftNetwork, stands_still
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import read_head, read_vocabulary, read_weights
-from specextend.drafters.mtp_network import MtpNetwork
+from specextend.drafters.lm_networks import ModelNetwork, MtpNetwork
 from specextend.drafters.ngram import NgramDrafter
-from specextend.drafters.small_lm import ModelNetwork
 from specextend.models.causal_lm import (
     ModelFacts,
     TargetOptions,

@@ -126,7 +126,7 @@ _UNITS: Mapping[str, Callable[[Any], str]] = {
 """Formats by the unit in a name."""
 Figures = Mapping[str, str]
 """Dotted paths of figures by their title."""
-LEFT_OUT = {
+NOT_CHOSEN = {
     "not_redone": "not to be done again",
     "not_matching": "by input.filter",
     "not_in_sample": "by input.sample",
@@ -137,7 +137,7 @@ LEFT_OUT = {
 """Reasons for rows that a selection left out."""
 SELECTION: Figures = {
     "rows of the whole input": "selection.input",
-    **{f"left out {why}": f"selection.{name}" for name, why in LEFT_OUT.items()},
+    **{f"left out {why}": f"selection.{name}" for name, why in NOT_CHOSEN.items()},
     "rows in that had changed": "selection.changed",
     "rows in that were new": "selection.new",
 }

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from specextend.attention.backends import load_backend
-from specextend.attention.layer_kernels import TRITON, multiply
 from specextend.attention.plain import what_is_wrong
 from specextend.attention.plan import KeySpan
+from specextend.attention.triton_kernels import TRITON, multiply
 from specextend.decoding.layers import RoundedLinear, linear
 from specextend.proof.child import Call, wrong_attention, wrong_layer
 from tests.attention.calls import assert_is_the_reference, assert_near, random_mask, tensors

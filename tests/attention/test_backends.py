@@ -90,7 +90,7 @@ def test_where_the_compiled_kernel_fails_torch_attends(failure, monkeypatch):
         ("compiled", "cuda", None, r"runs on a CPU only; choose auto, .*flash or triton"),
         ("compiled", "cpu", "compiled.calls", r"needs the cpu extra: pip install .*"),
         ("triton", "cpu", None, "runs on a GPU only; choose auto"),
-        ("triton", "cuda", "tree_kernel", "needs the package triton: pip install triton"),
+        ("triton", "cuda", "triton_kernels", "needs the package triton: pip install triton"),
     ],
 )
 def test_a_kernel_that_is_not_there_is_refused_in_one_line(backend, device, missing, message, monkeypatch):

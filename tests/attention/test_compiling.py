@@ -14,17 +14,18 @@ pytest.importorskip("triton", reason="triton has wheels for Linux only")
 import triton
 from triton.backends.compiler import GPUTarget
 
-from specextend.attention.layer_kernels import (
+from specextend.attention.triton_kernels import (
     GATED,
     HEADS,
     add_norm_rows,
+    attend_splits,
+    choose_tiles,
     gate_rows,
     norm_warps,
     quantize_rows,
     rotate_rows,
     scale_rows,
 )
-from specextend.attention.tree_kernel import attend_splits, choose_tiles
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 """Shared memory that a block of threads may use, by compute capability: A100 and H100."""

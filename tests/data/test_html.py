@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.documents.document_options import DocumentOptions
 from specextend.documents.file_readers import read_document
+from specextend.documents.text import DocumentOptions
 from tests.job.conftest import specextend
 
 

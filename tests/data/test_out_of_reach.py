@@ -24,8 +24,8 @@ from specextend.data.run_folder import (
     write_success,
 )
 from specextend.data.storage import read_again, write_bytes
-from specextend.documents.document_options import DocumentOptions
 from specextend.documents.file_readers import SourceFile, read_files
+from specextend.documents.text import DocumentOptions
 from specextend.report.export import Form, export_answers
 from tests.damage import DAMAGES, damage
 from tests.data.conftest import commit_all, input_error, location, opened, row_of

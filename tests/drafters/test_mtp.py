@@ -14,7 +14,7 @@ from transformers.modeling_layers import MtpModel
 
 from specextend.attention.plain import attend_reference
 from specextend.decoding.model import CachedModel
-from specextend.drafters.mtp_network import MtpNetwork
+from specextend.drafters.lm_networks import MtpNetwork
 from specextend.models.causal_lm import load_causal_lm, load_mtp
 from specextend.models.loading import memory_bytes
 from specextend.models.model_files import ModelError

@@ -8,7 +8,7 @@ from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import Decided
 from specextend.drafters.causal import CausalDrafter
-from specextend.drafters.small_lm import ModelNetwork
+from specextend.drafters.lm_networks import ModelNetwork
 from specextend.models.causal_lm import load_causal_lm
 from tests.tiny_models import EOS_TOKEN_ID, NUM_CUT, VOCABULARY, random_prompt
 

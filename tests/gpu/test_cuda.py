@@ -52,7 +52,7 @@ def test_the_kernels_of_a_layer_are_right_on_cuda(num_rows, size, heads, head_di
     """On a CPU they were only interpreted, without bfloat16."""
     if scheme == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no products in fp8")
-    kernels = pytest.importorskip("specextend.attention.layer_kernels", exc_type=ImportError)
+    kernels = pytest.importorskip("specextend.attention.triton_kernels", exc_type=ImportError)
     with torch.device("cuda"):
         assert not wrong_layer(
             kernels.TRITON, num_rows, layer_shape(size, heads, head_dim, norms), dtype, scheme=scheme

@@ -9,8 +9,8 @@ import torch
 
 from specextend.core import SamplingParams
 from specextend.decoding.device import GPU, CudaCapture, Graphs
+from specextend.proof.child import TinyPair, Trees, make_requests
 from specextend.proof.prover import Kernels
-from specextend.proof.tiny_pair import TinyPair, Trees, make_requests
 from tests.proof.conftest import SUBJECT as SUBJECT_ON_CPU
 
 pytestmark = pytest.mark.gpu

@@ -9,9 +9,16 @@ import torch
 from specextend.attention.backends import load_backend
 from specextend.attention.plain import attend_reference
 from specextend.attention.torch_kernels import TORCH, attend_by_head, gate
-from specextend.proof.child import Call, prompt_calls, step_calls, wrong_attention, wrong_layer
+from specextend.proof.child import (
+    Call,
+    make_requests,
+    prompt_calls,
+    step_calls,
+    wrong_attention,
+    wrong_layer,
+    wrong_steps,
+)
 from specextend.proof.prover import LONGEST, Kernels, LayerShape
-from specextend.proof.tiny_pair import make_requests, wrong_steps
 from tests.proof import faulty
 from tests.proof.conftest import SUBJECT
 from tests.recorded_graph import record

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from specextend.data.run_folder import time_text
-from specextend.report.page import TILES, to_html
+from specextend.report.build import TILES, to_html
 from specextend.report.sections import sections
 from tests.report.made_up import FIRST, NIGHT_S, SECOND
 
