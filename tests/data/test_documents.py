@@ -21,8 +21,8 @@ from specextend.data.listing import ERRORS
 from specextend.data.quality import find_evidence, find_sources
 from specextend.data.schema import with_pages
 from specextend.data.storage import resolve, write_bytes
-from specextend.documents.text import DocumentOptions
 from specextend.documents.preparation import prepare_documents
+from specextend.documents.text import DocumentOptions
 from tests.data.conftest import input_error, opened
 from tests.job.conftest import LONGEST_S, specextend
 
