@@ -304,7 +304,7 @@ def _joint_type(
         for name, schema in schemas.items()
         if column in schema.names
     }
-    if not own and column not in in_paths:
+    if schemas and not own and column not in in_paths:
         raise _no_column(*next(iter(schemas.items())), column, option)
     typed = {name: kind for name, kind in own.items() if not pa.types.is_null(kind)}
     # Without any values, choose a type known to every reader.
