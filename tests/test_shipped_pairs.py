@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specextend.attention.plan import AttentionPlan, KeySpan
@@ -30,91 +31,13 @@ from tests.alive import Live
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GUIDE = (Path(__file__).parent.parent / "docs" / "choosing-a-pair.md").read_text(encoding="utf-8")
-QWEN2 = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6, "use_sliding_window": False}
-QWEN3 = {"model_type": "qwen3", "max_position_embeddings": 40960, "rope_theta": 1e6, "head_dim": 128}
-LLAMA32 = {
-    "model_type": "llama",
-    "max_position_embeddings": 131072,
-    "rope_theta": 5e5,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
-LLAMA31 = LLAMA32 | {"rope_scaling": LLAMA32["rope_scaling"] | {"factor": 8.0}}
-VICUNA = {
-    "model_type": "llama",
-    "max_position_embeddings": 4096,
-    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
-}
-QWEN3_MOE = QWEN3 | {
-    "model_type": "qwen3_moe",
-    "max_position_embeddings": 262144,
-    "rope_theta": 1e7,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-}
-SIGLIP = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 1152,
-    "image_size": 896,
-    "intermediate_size": 4304,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 27,
-    "patch_size": 14,
-    "vision_use_head": False,
-}
-GEMMA3_1B = {"model_type": "gemma3_text", "max_position_embeddings": 32768, "head_dim": 256, "sliding_window": 512}
-GEMMA3_27B = {
-    "model_type": "gemma3",
-    "vision_config": SIGLIP,
-    "text_config": {
-        "model_type": "gemma3_text",
-        "head_dim": 128,
-        "query_pre_attn_scalar": 168,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
-    },
-}
-QWEN35 = {
-    "model_type": "qwen3_5_text",
-    "max_position_embeddings": 262144,
-    "head_dim": 256,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-    "linear_num_value_heads": 48,
-}
-SHAPE = """num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size
-    tie_word_embeddings"""
-PUBLISHED = {
-    "Qwen/Qwen2.5-0.5B-Instruct": (QWEN2, 24, 896, 4864, 14, 2, 151936, True),
-    "Qwen/Qwen2.5-1.5B-Instruct": (QWEN2, 28, 1536, 8960, 12, 2, 151936, True),
-    "Qwen/Qwen2.5-7B-Instruct": (QWEN2, 28, 3584, 18944, 28, 4, 152064, False),
-    "meta-llama/Llama-3.2-1B-Instruct": (LLAMA32, 16, 2048, 8192, 32, 8, 128256, True),
-    "meta-llama/Llama-3.2-3B-Instruct": (LLAMA32, 28, 3072, 8192, 24, 8, 128256, True),
-    "meta-llama/Llama-3.1-8B-Instruct": (LLAMA31, 32, 4096, 14336, 32, 8, 128256, False),
-    "Qwen/Qwen3-8B": (QWEN3, 36, 4096, 12288, 32, 8, 151936, False),
-    "Qwen/Qwen3-30B-A3B-Instruct-2507": (QWEN3_MOE, 48, 2048, 6144, 32, 4, 151936, False),
-    "google/gemma-3-1b-it": (GEMMA3_1B, 26, 1152, 6912, 4, 1, 262144, True),
-    "google/gemma-3-27b-it": (GEMMA3_27B, 62, 5376, 21504, 32, 16, 262208, True),
-    "Qwen/Qwen3.5-27B": (QWEN35, 64, 5120, 17408, 24, 4, 248320, False),
-    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": (LLAMA31, 32, 4096, 14336, 32, 8, 128256, False),
-    "lmsys/vicuna-7b-v1.5-16k": (VICUNA, 32, 4096, 11008, 32, 32, 32000, False),
-}
+PUBLISHED = yaml.safe_load((Path(__file__).parent / "published_models.yaml").read_text())["models"]
 
 
 def published(folder, model):
     """The name of a folder that holds nothing but the published config of a model."""
-    family, *shape = PUBLISHED[model]
     folder.mkdir(exist_ok=True)
-    own = dict(zip(SHAPE.split(), shape, strict=True))
-    if text := family.get("text_config"):
-        own = {"text_config": text | own}
-    (folder / "config.json").write_text(json.dumps(family | own))
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[model]))
     return str(folder)
 
 
