@@ -3,21 +3,33 @@
 import json
 
 import torch
+import yaml
 from safetensors.torch import save_file
 
-HEADS = 4
-KV_HEADS = 2
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
-}
+LLAMA3 = yaml.safe_load("""
+    rope_type: llama3
+    factor: 8.0
+    low_freq_factor: 1.0
+    high_freq_factor: 4.0
+    original_max_position_embeddings: 256
+""")
 """RoPE of Llama 3, made shorter."""
-HEAD_DIM = 12
-MLP = 64
+LAYER = yaml.safe_load("""
+    model_type: llama
+    architectures: [LlamaForCausalLM]
+    intermediate_size: 64
+    num_hidden_layers: 1
+    num_attention_heads: 4
+    num_key_value_heads: 2
+    head_dim: 12
+    hidden_act: silu
+    rms_norm_eps: 1.0e-5
+    max_position_embeddings: 2048
+    torch_dtype: float16
+""")
+HEADS, KV_HEADS, HEAD_DIM, MLP = 4, 2, 12, 64
 LAYER_IDS = [0, 1, 2]  # outputs, counted from 0: the tiny targets have three layers
+INPUT_IDS = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 
 
 def matrix(*shape):
@@ -45,21 +57,7 @@ def layer(prefix, hidden, width, *, qkv_bias=False):
 
 
 def llama_config(vocab_size, hidden, **values):
-    return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": vocab_size,
-        "hidden_size": hidden,
-        "intermediate_size": MLP,
-        "num_hidden_layers": 1,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 2048,
-        "torch_dtype": "float16",
-    } | values
+    return LAYER | {"vocab_size": vocab_size, "hidden_size": hidden} | values
 
 
 def vocabulary_maps(vocab_size, draft_vocab_size):
@@ -128,7 +126,7 @@ def eagle3_narrow(model, _, vocab_size):
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
     config = llama_config(vocab_size, hidden, rope_parameters=rope, model_type="qwen3") | {
         "target_hidden_size": model.config.hidden_size,
-        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in LAYER_IDS],
+        **INPUT_IDS,
     }
     lm_head = {"lm_head.weight": tensors.pop("lm_head.weight")}
     return config, {f"model.{name}": tensor for name, tensor in tensors.items()} | lm_head
@@ -144,18 +142,16 @@ def speculators_eagle3(model, hidden, vocab_size):
     }
     layer_config = llama_config(vocab_size, hidden)
     del layer_config["max_position_embeddings"], layer_config["hidden_act"]  # transformers leaves out its defaults
-    config = {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.3.0",
-        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "tiny"}},
-        "transformer_layer_config": layer_config,
-        "draft_vocab_size": vocab_size // 3,
-        "norm_before_fc": True,
-        "target_hidden_size": None,
-        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in LAYER_IDS],
-    }
-    return config, tensors
+    config = yaml.safe_load("""
+        architectures: [Eagle3DraftModel]
+        speculators_model_type: eagle3
+        speculators_version: 0.3.0
+        speculators_config: {algorithm: eagle3, verifier: {name_or_path: tiny}}
+        norm_before_fc: true
+        target_hidden_size: null
+    """)
+    own = {"transformer_layer_config": layer_config, "draft_vocab_size": vocab_size // 3}
+    return config | own | INPUT_IDS, tensors
 
 
 def speculators_eagle(model, hidden, vocab_size):
@@ -168,15 +164,14 @@ def speculators_eagle(model, hidden, vocab_size):
         "transformer.input_layernorm.weight": norm(hidden),
         "pre_lm_head_layernorm.weight": norm(hidden),
     }
-    config = {
-        "architectures": ["EagleSpeculator", "LlamaDecoderLayer"],
-        "speculators_model_type": "eagle",
-        "transformer_layer_architecture": "LlamaDecoderLayer",
-        "transformer_layer_config": llama_config(vocab_size, hidden, rope_theta=20000.0),
-        "layernorms": True,
-        "fusion_bias": True,
-    }
-    return config, tensors
+    config = yaml.safe_load("""
+        architectures: [EagleSpeculator, LlamaDecoderLayer]
+        speculators_model_type: eagle
+        transformer_layer_architecture: LlamaDecoderLayer
+        layernorms: true
+        fusion_bias: true
+    """)
+    return config | {"transformer_layer_config": llama_config(vocab_size, hidden, rope_theta=20000.0)}, tensors
 
 
 def eagle31(model, hidden, vocab_size):
@@ -189,8 +184,14 @@ def eagle31(model, hidden, vocab_size):
 def eagle3_nested(model, hidden, vocab_size):
     """NVIDIA's: what distinguishes the head stands in `eagle_config`, beside what all of them have."""
     config, tensors = eagle3(model, hidden, vocab_size)
-    usual = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "parallel_draft_step": 1}
-    config["eagle_config"] |= usual | {"norm_before_fc": True, "use_mtp_layernorm": False, "next_layer_regular": True}
+    config["eagle_config"] |= yaml.safe_load("""
+        use_input_layernorm_in_first_layer: true
+        use_last_layernorm: true
+        parallel_draft_step: 1
+        norm_before_fc: true
+        use_mtp_layernorm: false
+        next_layer_regular: true
+    """)
     return config, tensors | {"input_norm.weight": norm(3 * hidden)}
 
 

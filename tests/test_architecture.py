@@ -15,6 +15,7 @@ import pytest
 
 import specextend
 from scripts.size import measure
+from tests.tables import cases
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "specextend"
@@ -44,48 +45,52 @@ LAYERS = (
     "benchmarks",
     "jobs __main__",
 )
-OWNERS = {
-    "ray": "specextend/cluster/",
-    "pyarrow": "specextend/data/ specextend/documents/ specextend/report/ specextend/summarizer.py "
-    "specextend/training/ benchmarks/ scripts/",
-    "transformers": "specextend/models/causal_lm.py specextend/decoding/stock.py specextend/data/prompts.py "
-    "benchmarks/peers.py benchmarks/sources.py benchmarks/gpu_pairs.py specextend/proof/ scripts/",
-    "huggingface_hub": "specextend/models/model_files.py",
-    "flash_attn": "specextend/attention/torch_kernels.py",
-    "flash_attn_interface": "specextend/attention/torch_kernels.py",
-    "torchao": "specextend/decoding/quantized.py",
-    "triton": "specextend/attention/triton_kernels.py",
-    "numba": "specextend/attention/",
-    "llvmlite": "specextend/attention/",
-    "duckdb": "specextend/data/",
-    "datasets": "specextend/documents/table_rows.py",
-    "pypdfium2": "specextend/documents/pdf.py",
-    "pypdf": "specextend/documents/pdf.py",
-    "mammoth": "specextend/documents/zipped_xml.py",
-    "markdown_it": "specextend/documents/text.py",
-    "selectolax": "specextend/documents/html.py",
-    "webencodings": "specextend/documents/html.py",
-    "xllamacpp": "benchmarks/llama_server.py",
-    "matplotlib": "benchmarks/tables.py",
-    "pandas": "benchmarks/tables.py",
-    "jinja2": "specextend/report/build.py specextend/data/instructions.py specextend/data/prompts.py",
-    "pydantic": "specextend/config.py specextend/data/run_folder.py specextend/drafters/ benchmarks/benchmark.py",
-    "yaml": "specextend/config.py specextend/documents/text.py benchmarks/benchmark.py",
-    "click": "specextend/cli/",
-    "regex": "specextend/data/quality.py",
-    "rapidfuzz": "specextend/data/quality.py benchmarks/run.py benchmarks/sources.py",
-    "llguidance": "specextend/decoding/grammar.py specextend/data/answers.py",
-    "py3langid": "specextend/data/quality.py",
-}
+OWNERS = dict(
+    cases("""
+    ray -> specextend/cluster/
+    pyarrow -> specextend/data/ specextend/documents/ specextend/report/ specextend/summarizer.py \
+specextend/training/ benchmarks/ scripts/
+    transformers -> specextend/models/causal_lm.py specextend/decoding/stock.py specextend/data/prompts.py \
+benchmarks/peers.py benchmarks/sources.py benchmarks/gpu_pairs.py specextend/proof/ scripts/
+    huggingface_hub -> specextend/models/model_files.py
+    flash_attn -> specextend/attention/torch_kernels.py
+    flash_attn_interface -> specextend/attention/torch_kernels.py
+    torchao -> specextend/decoding/quantized.py
+    triton -> specextend/attention/triton_kernels.py
+    numba -> specextend/attention/
+    llvmlite -> specextend/attention/
+    duckdb -> specextend/data/
+    datasets -> specextend/documents/table_rows.py
+    pypdfium2 -> specextend/documents/pdf.py
+    pypdf -> specextend/documents/pdf.py
+    mammoth -> specextend/documents/zipped_xml.py
+    markdown_it -> specextend/documents/text.py
+    selectolax -> specextend/documents/html.py
+    webencodings -> specextend/documents/html.py
+    xllamacpp -> benchmarks/llama_server.py
+    matplotlib -> benchmarks/tables.py
+    pandas -> benchmarks/tables.py
+    jinja2 -> specextend/report/build.py specextend/data/instructions.py specextend/data/prompts.py
+    pydantic -> specextend/config.py specextend/data/run_folder.py specextend/drafters/ benchmarks/benchmark.py
+    yaml -> specextend/config.py specextend/documents/text.py benchmarks/benchmark.py
+    click -> specextend/cli/
+    regex -> specextend/data/quality.py
+    rapidfuzz -> specextend/data/quality.py benchmarks/run.py benchmarks/sources.py
+    llguidance -> specextend/decoding/grammar.py specextend/data/answers.py
+    py3langid -> specextend/data/quality.py
+""")
+)
 """Third party -> the folders and modules that may import it."""
-UNDECLARED = {
-    "llvmlite": "numba is made of it",
-    "markdown_it": "markdown-it-py",
-    "markupsafe": "jinja2 is made of it",
-    "pydantic_core": "pydantic is made of it",
-    "yaml": "pyyaml",
-    "flash_attn_interface": "flash-attn of another generation",
-}
+UNDECLARED = dict(
+    cases("""
+        llvmlite -> numba is made of it
+        markdown_it -> markdown-it-py
+        markupsafe -> jinja2 is made of it
+        pydantic_core -> pydantic is made of it
+        yaml -> pyyaml
+        flash_attn_interface -> flash-attn of another generation
+    """)
+)
 """What the package imports under a name that `pyproject.toml` does not have, and why."""
 SIZE = ROOT / "tests" / "size.json"
 """The most modules (without `__init__`), words of docstrings and comments, and tokens of each part."""

@@ -26,20 +26,20 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "code, first, arguments",
+    "command, code",
     [
-        (0, "report", ["out"]),
-        (0, "bench.py", ["figures.json"]),
-        (2, "summarize.py", ["--config", f"no{HOSTILE}"]),
-        (2, "prepare", ["documents", f"no{HOSTILE}", "--output", "a.parquet"]),
-        (2, "train", ["--config", f"no{HOSTILE}", "--text", "a", "--output", "b"]),
-        (2, "report", ["out", HOSTILE]),
+        ("report out", 0),
+        ("bench.py figures.json", 0),
+        ("summarize.py --config HOSTILE", 2),
+        ("prepare documents HOSTILE --output a.parquet", 2),
+        ("train --config HOSTILE --text a --output b", 2),
+        ("report out HOSTILE", 2),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_no_job_lets_a_text_drive_the_terminal(code, first, arguments, folder, monkeypatch):
+def test_no_job_lets_a_text_drive_the_terminal(command, code, folder, monkeypatch):
     """Ids, messages, file names and arguments come from elsewhere."""
     monkeypatch.chdir(folder)
+    first, *arguments = (HOSTILE if word == "HOSTILE" else word for word in command.split())
     run = in_process if first.endswith(".py") else specextend
     ended = run(first, *arguments).exits(code)
     shown = ended.stdout + ended.stderr

@@ -103,14 +103,6 @@ class Run:
         """The values of a column of the summaries."""
         return [row[name] for row in rows(self.output / "summaries")]
 
-    def commits(self):
-        """The files of the commits."""
-        return commits(self.output)
-
-    def committed(self):
-        """Keys of all rows of all commits."""
-        return committed(self.output)
-
 
 def commits(output):
     """The files of the commits of a run."""

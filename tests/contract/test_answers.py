@@ -10,6 +10,7 @@ import pytest
 from specextend import RunConfig, Summarizer
 from tests.job.conftest import CONFIG, on, read_json, rows, write_corpus
 from tests.refused import refused
+from tests.tables import cases
 
 SCHEMA = (
     "{kind: audit | budget, closed: boolean, pages: {type: array, items: {type: integer, maximum: 99}, maxItems: 2}}"
@@ -127,12 +128,12 @@ def test_each_sentence_has_a_verdict_and_none_is_flagged_until_a_limit_is_set():
 
 @pytest.mark.parametrize(
     "override, message",
-    [
-        ("prompt.length_policy=parts", "output.verify asks about a document that was read whole"),
-        ("decoding.max_new_tokens=2", "raise it, or shorten prompt.verification"),
-        ('prompt.verification="Is {{ sentence }} in {{ document }}?"', "prompt.verification names document"),
-        ("output.verify_below=1.5", "output.verify_below must be above 0 and at most 1"),
-    ],
+    cases("""
+        prompt.length_policy=parts -> output.verify asks about a document that was read whole
+        decoding.max_new_tokens=2 -> raise it, or shorten prompt.verification
+        prompt.verification="Is {{ sentence }} in {{ document }}?" -> prompt.verification names document
+        output.verify_below=1.5 -> output.verify_below must be above 0 and at most 1
+    """),
 )
 def test_what_keeps_a_question_from_being_asked_is_refused(override, message):
     assert message in refused(lambda: Summarizer(RunConfig.load(CONFIG, ["output.path=unused", *ASKED, override])))
@@ -167,44 +168,35 @@ def test_a_run_writes_columns_and_its_report_counts_what_they_are_worth(tmp_path
 
 @pytest.mark.parametrize(
     "schema, said",
-    [
-        ("{agency: strng}", "output.schema.agency must be string, number"),
-        ("{agency: string | null}", "output.schema.agency must be string"),
-        (
-            "{tags: {type: array, items: {type: string}, uniqueItems: true}}",
-            "field tags cannot be decoded: Unimplemented",
-        ),
-        ("{tree: {$ref: '#'}}", "contains itself"),
-        ("{any: {type: object}}", "field any must have one type"),
-        ("{any: {type: array}}", "an array with `items`, or an object with `properties`; got"),
-        ("{short: {type: string, minLength: 5, maxLength: 2}}", "field short: minLength 5 is above maxLength 2"),
-        (
-            "{many: {type: array, items: {type: string, maxLenght: 2}}}",
-            "field many: maxLenght is no keyword of JSON Schema; did you mean maxLength?",
-        ),
-        ("{person: {name: string, age: integer}}", "output.schema.person: write an object inside another one"),
-        ("{agency: strin}", "did you mean string?"),
-        ("{agency: {type: strin}}", "field agency: there is no type strin; did you mean string?"),
-        ("{agency: {$ref: '#/$defs/name'}}", "field agency: there is no #/$defs/name"),
-        ("{agency: string, Agency: string}", "agency and Agency differ in case alone"),
-        ("{type: object, properties: {name: {type: string}}, required: [nam]}", "no field; did you mean name?"),
-        ("{agency: {type: string, merge: frist}}", "field agency: merge must be first, union, majority"),
-        ("{agency: {type: string, merge: union}}", "field agency is no list"),
-        ("nowhere.json", "nowhere.json cannot be read as JSON"),
-        ("{}", "output.schema must name a field"),
-    ],
+    cases("""
+        {agency: strng} -> output.schema.agency must be string, number
+        {agency: string | null} -> output.schema.agency must be string
+        {tags: {type: array, items: {type: string}, uniqueItems: true}} -> field tags cannot be decoded: Unimplemented
+        {tree: {$ref: '#'}} -> contains itself
+        {any: {type: object}} -> field any must have one type
+        {any: {type: array}} -> an array with `items`, or an object with `properties`; got
+        {short: {type: string, minLength: 5, maxLength: 2}} -> field short: minLength 5 is above maxLength 2
+        {many: {type: array, items: {type: string, maxLenght: 2}}}
+            -> field many: maxLenght is no keyword of JSON Schema; did you mean maxLength?
+        {person: {name: string, age: integer}} -> output.schema.person: write an object inside another one
+        {agency: strin} -> did you mean string?
+        {agency: {type: strin}} -> field agency: there is no type strin; did you mean string?
+        {agency: {$ref: '#/$defs/name'}} -> field agency: there is no #/$defs/name
+        {agency: string, Agency: string} -> agency and Agency differ in case alone
+        {type: object, properties: {name: {type: string}}, required: [nam]} -> no field; did you mean name?
+        {agency: {type: string, merge: frist}} -> field agency: merge must be first, union, majority
+        {agency: {type: string, merge: union}} -> field agency is no list
+        nowhere.json -> nowhere.json cannot be read as JSON
+        {} -> output.schema must name a field
+    """),
 )
 def test_a_bad_schema_is_refused_and_its_field_named(schema, said):
     changes = ["output.path=unused", f"output.schema={schema}", "output.sources=true"]
     assert said in refused(RunConfig.load, CONFIG, changes)
 
 
-def test_a_limit_that_no_answer_can_keep_is_refused_before_a_model_is_loaded(call, plan, tmp_path):
-    """Otherwise a night of 100,000 documents is 100,000 rows that broke off."""
+def test_answers_that_are_scored_need_no_room(plan, tmp_path):
+    """Others are refused: a night of 100,000 documents would be 100,000 rows that broke off."""
     corpus = write_corpus(tmp_path / "a.parquet", ["one"])
-    settings = ["input.id_column=null", f"output.schema={SCHEMA}", "output.column=answer"]
-    given = ["--config", CONFIG, *on(corpus, tmp_path / "out", *settings)]
-    ended = call(*given, "--set", "decoding.max_new_tokens=6")
-    assert "decoding.max_new_tokens is 6, and the shortest answer of output.schema takes about" in ended.line()
-    scored = ["--set", "output.schema={kind: audit | budget}", "--set", "decoding.max_new_tokens=1"]
-    plan(*given, *scored).exits(0)
+    scored = ("output.schema={kind: audit | budget}", "output.column=answer", "decoding.max_new_tokens=1")
+    plan("--config", CONFIG, *on(corpus, tmp_path / "out", "input.id_column=null", *scored)).exits(0)

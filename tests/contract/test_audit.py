@@ -1,6 +1,7 @@
 """A finished run is decoded again without a draft: what it says, what it refuses, and what its report has of it."""
 
 import json
+import shlex
 import shutil
 from itertools import accumulate, repeat
 from pathlib import Path
@@ -131,26 +132,18 @@ def test_what_cannot_be_compared_is_refused_in_one_line(finished, name, change, 
     assert said in ended.line()
 
 
-SETTINGS = {
-    "short numbers": ["target.dtype=bfloat16"],
-    "parts": [
-        "prompt.length_policy=parts",
-        "parts.tokens=64",
-        "prompt.max_prompt_tokens=200",
-        "decoding.temperature=1",
-    ],
-    "penalties": ["decoding.repetition_penalty=1.3", "decoding.temperature=0.7", "decoding.top_p=0.9"],
-    "schema": [
-        "output.schema={kind: audit | budget, said: {type: string, maxLength: 9}}",
-        "decoding.max_new_tokens=99",
-    ],
-    "choices": ["output.schema={kind: audit | budget | other}", "decoding.temperature=1.5", "output.column=answer"],
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=[*SETTINGS])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "target.dtype=bfloat16",
+        "prompt.length_policy=parts parts.tokens=64 prompt.max_prompt_tokens=200 decoding.temperature=1",
+        "decoding.repetition_penalty=1.3 decoding.temperature=0.7 decoding.top_p=0.9",
+        "'output.schema={kind: audit | budget, said: {type: string, maxLength: 9}}' decoding.max_new_tokens=99",
+        "'output.schema={kind: audit | budget | other}' decoding.temperature=1.5 output.column=answer",
+    ],
+)
 def test_whatever_was_asked_for_agrees(tmp_path, decoded, settings):
     """In bfloat16 texts may differ where two tokens nearly tie, which is no fault."""
-    found = audited(decoded(tmp_path, *settings))
+    found = audited(decoded(tmp_path, *shlex.split(settings)))
     assert found["equal"] + found["near_ties"] == 5

@@ -11,45 +11,46 @@ import yaml
 
 from specextend import RunConfig
 from tests.refused import refused
+from tests.tables import cases
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-LEAST = {
-    "input": {"path": "in"},
-    "output": {"path": "out"},
-    "target": {"model": "owner/target"},
-    "draft": {"kind": "model", "model": "owner/draft"},
-}
-KEYS = {
-    "input": "path text_column id_column pages_column passthrough "
-    "reference_column gold instruction_column options_column filter sample except_done_in redo limit",
-    "output": "path column schema sources figures confidence verify verify_below rules",
-    "prompt": "instruction examples verification template_options system length_policy max_prompt_tokens",
-    "parts": "tokens",
-    "target": "model adapter dtype quantize",
-    "draft": "kind model ngram feature_layers",
-    "decoding": "mode max_new_tokens temperature top_k top_p seed stop stop_repetition repetition_penalty "
-    "no_repeat_ngram_size max_batch_size cache_gib",
-    "attention": "backend tree",
-    "tree": "nodes depth threshold",
-    "cache": "policy chunk_size top_k_chunks recent refresh_every score_layers",
-    "quality": "language",
-    "job": "workers gpus_per_worker cpus_per_worker max_attempts max_error_fraction commit_every_s stall_s deadline_s",
-    "report": "price_per_worker_hour",
-}
-DEFAULTS = {
-    "input.text_column": "text",
-    "target.dtype": "bfloat16",
-    "prompt.length_policy": "middle",
-    "decoding.mode": "specextend",
-    "decoding.max_new_tokens": 256,
-    "decoding.temperature": 0.0,
-    "attention.backend": "auto",
-    "cache.policy": "retrieval",
-    "job.workers": 1,
-    "job.max_attempts": 3,
-    "job.max_error_fraction": 0.0,
-}
+LEAST = yaml.safe_load("""
+    input: {path: in}
+    output: {path: out}
+    target: {model: owner/target}
+    draft: {kind: model, model: owner/draft}
+""")
+KEYS = yaml.safe_load("""
+    input: path text_column id_column pages_column passthrough reference_column gold instruction_column
+      options_column filter sample except_done_in redo limit
+    output: path column schema sources figures confidence verify verify_below rules
+    prompt: instruction examples verification template_options system length_policy max_prompt_tokens
+    parts: tokens
+    target: model adapter dtype quantize
+    draft: kind model ngram feature_layers
+    decoding: mode max_new_tokens temperature top_k top_p seed stop stop_repetition repetition_penalty
+      no_repeat_ngram_size max_batch_size cache_gib
+    attention: backend tree
+    tree: nodes depth threshold
+    cache: policy chunk_size top_k_chunks recent refresh_every score_layers
+    quality: language
+    job: workers gpus_per_worker cpus_per_worker max_attempts max_error_fraction commit_every_s stall_s deadline_s
+    report: price_per_worker_hour
+""")
+DEFAULTS = yaml.safe_load("""
+    input.text_column: text
+    target.dtype: bfloat16
+    prompt.length_policy: middle
+    decoding.mode: specextend
+    decoding.max_new_tokens: 256
+    decoding.temperature: 0.0
+    attention.backend: auto
+    cache.policy: retrieval
+    job.workers: 1
+    job.max_attempts: 3
+    job.max_error_fraction: 0.0
+""")
 
 
 @pytest.fixture
@@ -99,35 +100,37 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("decoding.modus=tree", "unknown key decoding.modus; did you mean mode?"),
-        ("tree.breadth=3", "unknown key tree.breadth; known keys are nodes"),
-        ("max_new_tokens=64", "unknown section max_new_tokens; did you mean decoding.max_new_tokens?"),
-        ("decoding.mode=fast", "decoding.mode must be 'autoregressive', 'tree' or 'specextend', got 'fast'"),
-        ("decoding.max_new_tokens='12'", "decoding.max_new_tokens must be an integer, got '12'"),
-        ("decoding.max_new_tokens=0", "decoding.max_new_tokens must be at least 1, got 0"),
-        ("tree.threshold=.nan", "tree.threshold must be a finite number, got nan"),
-        ("input.passthrough=title", "input.passthrough must be a list, got 'title'"),
-        ("tree=16", "tree must be a section (nodes"),
-        ("draft={kind: model}", "draft.model must not be empty with draft.kind model"),
-        ("draft={kind: ngram, model: m}", "draft.model must not be set with draft.kind ngram, which has no model"),
-        ("draft={kind: model, model: m, feature_layers: [1]}", "feature_layers must not be set with draft.kind model"),
-        ("draft=null", "draft.kind and draft.model are missing: decoding.mode specextend needs a draft"),
-        ("job.max_error_fraction=2", "job.max_error_fraction must be in [0, 1], got 2.0"),
-        ("tree.nodes", "--set takes key.path=value, got 'tree.nodes'"),
-        ("input.path.deep=3", "--set input.path.deep: path is a value, not a section"),
-        ("input.text_column=the text #1", "--set input.text_column: '#1' is a comment in YAML and would be left out"),
-        ("input.path=[", "--set input.path: '[' is not a valid YAML value"),
-        ("prompt.instruction={{ document }}", """quote a text: --set 'prompt.instruction="{{ document }}"'"""),
-        ("prompt.instruction=Translate: {{ document }}", """--set 'prompt.instruction="Translate: {{ document }}"'"""),
-        ("prompt.instruction={title}", "prompt.instruction must be a string, got {'title': None}; quote a text: --set"),
-        ("input.reference_column=''", "input.reference_column must not be empty"),
-        ("tree.nodes=many", "tree.nodes must be an integer, got 'many'; tree.nodes must be 'auto', got 'many'"),
-        ("input.passthrough=[1]", "input.passthrough.0 must be a string, got 1"),
-        ("tree={nodes: auto, max_nodes: 0}", "tree.max_nodes must be at least 1, got 0"),
-        ("draft={kind: ngram, ngram: true, model: m}", "draft.model must not be set with draft.kind ngram"),
-        ("cache.recent=7", "cache.recent must be at least 8 (tree.depth + 2)"),
-        ("job.stall_s=0", "job.stall_s must be above 0, got 0.0"),
-        ("input.id_column=&a [*a]", "an alias is not taken, write the value itself"),
+        *cases("""
+        decoding.modus=tree -> unknown key decoding.modus; did you mean mode?
+        tree.breadth=3 -> unknown key tree.breadth; known keys are nodes
+        max_new_tokens=64 -> unknown section max_new_tokens; did you mean decoding.max_new_tokens?
+        decoding.mode=fast -> decoding.mode must be 'autoregressive', 'tree' or 'specextend', got 'fast'
+        decoding.max_new_tokens='12' -> decoding.max_new_tokens must be an integer, got '12'
+        decoding.max_new_tokens=0 -> decoding.max_new_tokens must be at least 1, got 0
+        tree.threshold=.nan -> tree.threshold must be a finite number, got nan
+        input.passthrough=title -> input.passthrough must be a list, got 'title'
+        tree=16 -> tree must be a section (nodes
+        draft={kind: model} -> draft.model must not be empty with draft.kind model
+        draft={kind: ngram, model: m} -> draft.model must not be set with draft.kind ngram, which has no model
+        draft={kind: model, model: m, feature_layers: [1]} -> feature_layers must not be set with draft.kind model
+        draft=null -> draft.kind and draft.model are missing: decoding.mode specextend needs a draft
+        job.max_error_fraction=2 -> job.max_error_fraction must be in [0, 1], got 2.0
+        tree.nodes -> --set takes key.path=value, got 'tree.nodes'
+        input.path.deep=3 -> --set input.path.deep: path is a value, not a section
+        input.text_column=the text #1 -> --set input.text_column: '#1' is a comment in YAML and would be left out
+        input.path=[ -> --set input.path: '[' is not a valid YAML value
+        prompt.instruction={{ document }} -> quote a text: --set 'prompt.instruction="{{ document }}"'
+        prompt.instruction=Translate: {{ document }} -> --set 'prompt.instruction="Translate: {{ document }}"'
+        prompt.instruction={title} -> prompt.instruction must be a string, got {'title': None}; quote a text: --set
+        input.reference_column='' -> input.reference_column must not be empty
+        tree.nodes=many -> tree.nodes must be an integer, got 'many'; tree.nodes must be 'auto', got 'many'
+        input.passthrough=[1] -> input.passthrough.0 must be a string, got 1
+        tree={nodes: auto, max_nodes: 0} -> tree.max_nodes must be at least 1, got 0
+        draft={kind: ngram, ngram: true, model: m} -> draft.model must not be set with draft.kind ngram
+        cache.recent=7 -> cache.recent must be at least 8 (tree.depth + 2)
+        job.stall_s=0 -> job.stall_s must be above 0, got 0.0
+        input.id_column=&a [*a] -> an alias is not taken, write the value itself
+    """),
         (
             "input.id_column=" + "9" * 5000,
             "--set input.id_column: a value of type str is not a valid YAML value (Exceeds",

@@ -1,8 +1,12 @@
 """The command `plan` as its users call it: what there is to do, before anybody pays for it, in words and as JSON."""
 
+import shlex
+
 import pytest
+import yaml
 
 from tests.job.conftest import CONFIG, on, read_json, write_corpus
+from tests.tables import cases
 
 
 def test_a_dry_run_says_what_there_is_to_do_and_what_is_wrong_and_writes_nothing(plan, tmp_path):
@@ -13,15 +17,15 @@ def test_a_dry_run_says_what_there_is_to_do_and_what_is_wrong_and_writes_nothing
     arguments = ["--config", CONFIG, *on(corpus, tmp_path / "out", *settings)]
     ended = plan(*arguments, "--json", tmp_path / "plan.json").exits(0)
     plan = read_json(tmp_path / "plan.json")
-    expected = {
-        "rows": 5,
-        "rows_to_do": 5,
-        "rows_rejected": {"NullText": 1, "EmptyText": 1, "PromptTooLong": 1},
-        "output_tokens_at_most": 7 + 24,
-        "rows_over_length": 1,
-        "length_policy": "middle",
-        "forecast": None,
-    }
+    expected = yaml.safe_load("""
+        rows: 5
+        rows_to_do: 5
+        rows_rejected: {NullText: 1, EmptyText: 1, PromptTooLong: 1}
+        output_tokens_at_most: 31
+        rows_over_length: 1
+        length_policy: middle
+        forecast: null
+    """)
     assert plan.items() >= expected.items()
     assert sum(plan["prompt_lengths"].values()) == 2
     assert plan["memory_gib"]["target_weights"] > 0
@@ -70,14 +74,14 @@ def test_a_laptop_plans_for_machines_that_it_is_not(plan, tmp_path):
 
 @pytest.mark.parametrize(
     "arguments, said",
-    [
-        (["--calibrate", "1"], "1 is not in the range x>=2"),
-        (["--calibrate", "4", "--set", "input.limit=1"], "needs 2 decodable documents, but got 1"),
-        (["--by", "07:00"], "--by needs the time of a document: add --calibrate N"),
-        (["--by", "7 in the morning"], "--by takes HH:MM or a time such as"),
-        (["--by", "2020-01-01T07:00"], "--by 2020-01-01T07:00 is past: it is"),
-    ],
+    cases("""
+        --calibrate 1 -> 1 is not in the range x>=2
+        --calibrate 4 --set input.limit=1 -> needs 2 decodable documents, but got 1
+        --by 07:00 -> --by needs the time of a document: add --calibrate N
+        --by '7 in the morning' -> --by takes HH:MM or a time such as
+        --by 2020-01-01T07:00 -> --by 2020-01-01T07:00 is past: it is
+    """),
 )
 def test_wrong_arguments_are_refused(plan, arguments, said):
     """A plan for a moment that nobody meant is worse than none."""
-    assert said in plan("--config", CONFIG, *arguments).line()
+    assert said in plan("--config", CONFIG, *shlex.split(arguments)).line()

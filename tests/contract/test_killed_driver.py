@@ -8,6 +8,7 @@ from functools import partial
 import psutil
 import pytest
 
+from tests.contract.conftest import commits, committed
 from tests.job.conftest import (
     DYING_DRIVER,
     LONGEST_S,
@@ -22,16 +23,19 @@ from tests.job.conftest import (
     wait_for,
     wait_for_pause,
 )
+from tests.tables import cases
 
 FIRST_PART = ("after", "*/_run/parts/part-*", "1")
-MOMENTS = {
-    "writes a part": ("before", "*/_run/parts/part-*", "2"),
-    "has written a part": ("after", "*/_run/parts/part-*", "2"),
-    "writes the manifest": ("before", "*/_run/manifest.json", "1"),
-    "writes summaries": ("before", "*/summaries/part-00000.parquet", "1"),
-    "writes the report": ("before", "*/report.json", "1"),
-    "writes _SUCCESS": ("before", "*/_SUCCESS", "1"),
-}
+MOMENTS = dict(
+    cases("""
+        writes a part -> before */_run/parts/part-* 2
+        has written a part -> after */_run/parts/part-* 2
+        writes the manifest -> before */_run/manifest.json 1
+        writes summaries -> before */summaries/part-00000.parquet 1
+        writes the report -> before */report.json 1
+        writes _SUCCESS -> before */_SUCCESS 1
+    """)
+)
 FAST, *SLOW = MOMENTS
 
 
@@ -40,11 +44,12 @@ def resume(run, summarize_here, undisturbed):
     """Start the run again: what was committed stays as it was, and nothing is done again."""
 
     def resume():
-        kept = run.commits()
+        kept = commits(run.output)
         said = summarize_here(*sets(*run.settings())).exits(0).stderr
         assert run.result() == undisturbed
-        assert run.commits().items() >= kept.items()
-        assert len(run.committed()) == len(set(run.committed())) == len(undisturbed)
+        assert commits(run.output).items() >= kept.items()
+        keys = committed(run.output)
+        assert len(keys) == len(set(keys)) == len(undisturbed)
         assert not list(run.output.rglob(".*.tmp")), "nothing is left of what broke off"
         return said
 
@@ -54,7 +59,7 @@ def resume(run, summarize_here, undisturbed):
 @pytest.mark.parametrize("kind", [FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
 def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(run, resume, kind):
     """Half a file under its final name, or a row done twice, would show only in the morning."""
-    end_of(run.start(DYING_DRIVER, "SIGKILL", *MOMENTS[kind]), -signal.SIGKILL)
+    end_of(run.start(DYING_DRIVER, "SIGKILL", *MOMENTS[kind].split()), -signal.SIGKILL)
     assert (run.output / "_run" / "lock").exists()
     assert not (run.output / "_SUCCESS").exists()
     assert "is held by" not in resume(), "its process is gone"
@@ -77,12 +82,12 @@ def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(run, resume, ki
 
     Summaries of a large corpus take minutes, and the report: longer than whoever preempts waits.
     """
-    said = end_of(run.start(DYING_DRIVER, kind, *MOMENTS[moment]), 75)
+    said = end_of(run.start(DYING_DRIVER, kind, *MOMENTS[moment].split()), 75)
     assert f"interrupted: {kind} received; finished work is on disk" in said
     assert not [*run.temporary.iterdir()]
     assert not (run.output / "_run" / "lock").exists()
     assert not (run.output / "_SUCCESS").exists()
-    done = len(run.committed())
+    done = len(committed(run.output))
     said = f"stopped, run again to resume: {done} of 12 rows done, 0 failed, {12 - done} left"
     assert specextend("status", run.output).stdout.startswith(said)
     assert moment != "writes summaries" or done == 12
@@ -106,7 +111,7 @@ def test_a_run_whose_ray_loses_a_process_says_so_and_is_resumed(run, resume, nam
 @pytest.mark.slow
 def test_a_run_told_to_stop_at_the_very_end_ends_as_if_it_had_not_been(run, undisturbed):
     """Ray is shut down by then and has taken its own handler along: once that killed the process half-way."""
-    end_of(run.start(DYING_DRIVER, "SIGTERM", *MOMENTS["writes _SUCCESS"]))
+    end_of(run.start(DYING_DRIVER, "SIGTERM", *MOMENTS["writes _SUCCESS"].split()))
     assert (run.output / "_SUCCESS").exists()
     assert run.result() == undisturbed
 

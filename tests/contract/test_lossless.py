@@ -5,18 +5,19 @@ family, mode, policy, kernel, batch and draft, for requests with penalties besid
 from functools import cache
 
 import pytest
+import yaml
 
 from tests.covering import covering, each_once_then_slow
 from tests.reference_outputs import tokens_of
 from tests.tiny_models import BACKENDS, FAMILIES, PUBLISHED, in_mode, of_length, tiny_engine, write_wide_target
 
-ASKED = {
-    300: {},
-    37: {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
-    25: {"repetition_penalty": 0.7},
-    60: {"temperature": 0.7, "top_p": 0.9, "seed": 5},
-    129: {"temperature": 1.0, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.2, "seed": 6},
-}
+ASKED = yaml.safe_load("""
+    300: {}
+    37: {repetition_penalty: 1.3, no_repeat_ngram_size: 2}
+    25: {repetition_penalty: 0.7}
+    60: {temperature: 0.7, top_p: 0.9, seed: 5}
+    129: {temperature: 1.0, top_k: 20, top_p: 0.8, repetition_penalty: 1.2, seed: 6}
+""")
 """Length of a prompt -> how its output is to be chosen; greedily without a seed."""
 MAX_NEW_TOKENS = 40
 NGRAMS = ("ngram", "merged-cut", "merged-eagle")
@@ -136,17 +137,17 @@ def test_prompts_of_unusual_length(policy, draft, length, pairs, references):
 
 
 CHOICES = [
-    {"score_layers": [0]},
-    {"score_layers": [0, 1, -1], "refresh_every": 2},
-    {"score_layers": [1], "refresh_every": 1},
-    {"chunk_size": 7, "top_k_chunks": 7},
+    "{score_layers: [0]}",
+    "{score_layers: [0, 1, -1], refresh_every: 2}",
+    "{score_layers: [1], refresh_every: 1}",
+    "{chunk_size: 7, top_k_chunks: 7}",
 ]
 
 
 @pytest.mark.parametrize("choice, draft, batch", covering(CHOICES, ["good", "eagle"], [1, 3]))
 def test_whatever_retrieval_trusts_output_is_the_targets_own(choice, draft, batch, pairs, own):
     """A selection decides what the draft sees, never what is said."""
-    changes = {f"cache__{key}": value for key, value in choice.items()}
+    changes = {f"cache__{key}": value for key, value in yaml.safe_load(choice).items()}
     engine = tiny_engine(pairs("llama"), draft, decoding__max_batch_size=batch, **changes)
     completions = completions_of(engine)
     assert tokens_of(completions) == own("llama")

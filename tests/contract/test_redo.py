@@ -1,6 +1,7 @@
 """Rows of a finished run that are done again, with what else the command line says."""
 
 import json
+import shlex
 import signal
 from functools import partial
 
@@ -15,6 +16,7 @@ from tests.job.conftest import (
     specextend,
     write_corpus,
 )
+from tests.tables import cases
 
 NAMES = [*"abcdef"]
 CUT = "finish_reason = 'length'"
@@ -108,24 +110,25 @@ def test_rows_of_a_rule_or_an_error_are_chosen_too_and_a_failure_hides_no_answer
     assert "this run is about 0 of 6 rows" in nothing
 
 
+TWO_TASKS = r"""
+tasks:
+  - name: one
+    prompt: {instruction: "{{ document }} One?"}
+    output: {column: one}
+  - name: form
+    prompt: {instruction: "{{ document }}\n\nFill in."}
+    output: {column: form, schema: {agency: {type: string, minLength: 20, maxLength: 60}}}
+    decoding: {max_new_tokens: LIMIT, stop_repetition: false}
+"""
+
+
 def test_an_answer_that_lacks_a_task_hides_no_whole_one(ask, output, tmp_path):
     """Answers of several tasks are done again together. Of a row whose task failed in the newer run, the column of that
     task would be null.
     """
-    schema = {"agency": {"type": "string", "minLength": 20, "maxLength": 60}}
 
     def tasks(limit):
-        form = {"max_new_tokens": limit, "stop_repetition": False}
-        values = [
-            {"name": "one", "prompt": {"instruction": "{{ document }} One?"}, "output": {"column": "one"}},
-            {
-                "name": "form",
-                "prompt": {"instruction": "{{ document }}\n\nFill in."},
-                "output": {"column": "form", "schema": schema},
-                "decoding": form,
-            },
-        ]
-        (file := tmp_path / f"{limit}.yaml").write_text(json.dumps({"tasks": values}))
+        (file := tmp_path / f"{limit}.yaml").write_text(TWO_TASKS.replace("LIMIT", str(limit)))
         return ("--config", file)
 
     always = "job.max_error_fraction=1"
@@ -156,24 +159,27 @@ def test_a_column_of_the_input_that_is_called_as_one_of_ours_has_the_name_of_err
     assert "this run is about 2 of 6 rows" in said
 
 
-REFUSED = [
-    ((), ("--redo", "fnish_reason = 'x'"), "have no column 'fnish_reason'; did you mean finish_reason?"),
-    ((), ("--redo", "count(summary) > 1"), "count() is not allowed"),
-    ((), ("--redo", "summary > 1 + [2]"), "does not fit its columns"),
-    ((), ("--redo", CUT, "--redo-as", "../x"), "'../x' becomes a folder"),
-    (("output.column=other",), ("--redo", CUT), "leave output.column, output.schema and tasks unchanged"),
-    (("input.id_column=null",), ("--redo", CUT), "input.id_column is None, and was 'doc' for"),
-    (("input.text_column=doc",), ("--redo", CUT), "input.text_column is 'doc', and was 'text' for"),
-    (("input.passthrough=[message]",), ("--redo", CUT), "input.passthrough is ['message'], and was [] for"),
-    ((), ("--redo-as", "large"), "--redo-as needs --redo"),
-    (("input.redo=a > 1",), (), "input.redo chooses from the results of a run; give it with --redo"),
-]
+REFUSED = cases(r"""
+    --redo "fnish_reason = 'x'" -> have no column 'fnish_reason'; did you mean finish_reason?
+    --redo 'count(summary) > 1' -> count() is not allowed
+    --redo 'summary > 1 + [2]' -> does not fit its columns
+    --redo "finish_reason = 'length'" --redo-as ../x -> '../x' becomes a folder
+    --redo "finish_reason = 'length'" --set output.column=other
+        -> leave output.column, output.schema and tasks unchanged
+    --redo "finish_reason = 'length'" --set input.id_column=null -> input.id_column is None, and was 'doc' for
+    --redo "finish_reason = 'length'" --set input.text_column=doc -> input.text_column is 'doc', and was 'text' for
+    --redo "finish_reason = 'length'" --set 'input.passthrough=[message]'
+        -> input.passthrough is ['message'], and was [] for
+    --redo-as large -> --redo-as needs --redo
+    --set 'input.redo=a > 1' --output nowhere
+        -> input.redo chooses from the results of a run; give it with --redo
+""")
 
 
 def test_what_cannot_be_done_again_is_refused_in_one_line(ask, output):
     ask("decoding.max_new_tokens=2")
-    for settings, flags, said in REFUSED:
-        assert said in ask(*settings, flags=flags, code=2).line()
+    for arguments, said in REFUSED:
+        assert said in ask(flags=shlex.split(arguments), code=2).line()
     assert not (output / "redone").exists()
 
 

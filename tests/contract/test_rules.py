@@ -8,13 +8,13 @@ from specextend import RunConfig, Summarizer
 from tests.job.conftest import CONFIG, ROOT, TEXT, on, read_json, rows, specextend, write_corpus
 from tests.refused import refused
 
-RULES = {
-    "titled": "title IS NOT NULL",
-    "of_this_year": "year = 2026",
-    "whole": "NOT list_contains(quality_flags, 'truncated') AND finish_reason = 'stop'",
-    "not_too_long": "length(summary) < 100000",
-    "of_a_number": "title::INT > 3",
-}
+RULES = yaml.safe_load("""
+    titled: title IS NOT NULL
+    of_this_year: year = 2026
+    whole: NOT list_contains(quality_flags, 'truncated') AND finish_reason = 'stop'
+    not_too_long: length(summary) < 100000
+    of_a_number: title::INT > 3
+""")
 BROKEN = {
     "a": {"of_this_year"},  # of which the title is 7
     "b": {"of_a_number"},  # a word
@@ -67,17 +67,16 @@ def test_a_row_that_breaks_a_rule_has_its_flag_and_is_otherwise_what_it_was(aske
 
 def test_each_task_has_rules_about_its_own_answer(asked):
     rules = {"law": "kind = 'law'", "speech": "kind = 'speech'", "sure": "len(choices) = 3"}
-    kind = {
-        "name": "kind",
-        "prompt": {"instruction": "{{ document }}\n\nWhat is it?"},
-        "output": {"column": "kind_as_text", "schema": {"kind": "law | speech"}, "rules": rules},
-    }
-    about = {
-        "name": "about",
-        "prompt": {"instruction": "{{ document }}\n\nWhat is it about?"},
-        "output": {"column": "about", "rules": {"dated": "year = 2026"}},
-    }
-    for row in asked("tasks", tasks=[kind, about])[0]:
+    tasks = yaml.safe_load(r"""
+        - name: kind
+          prompt: {instruction: "{{ document }}\n\nWhat is it?"}
+          output: {column: kind_as_text, schema: {kind: law | speech}}
+        - name: about
+          prompt: {instruction: "{{ document }}\n\nWhat is it about?"}
+          output: {column: about, rules: {dated: year = 2026}}
+    """)
+    tasks[0]["output"]["rules"] = rules
+    for row in asked("tasks", tasks=tasks)[0]:
         of_kind, of_about = map(of_rules, row["tasks"])
         assert of_kind == rules.keys() - {row["kind"]}
         assert of_about == ({"dated"} if row["year"] == 2025 else set())

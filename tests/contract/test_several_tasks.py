@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from specextend import RunConfig, Summarizer
+from tests.contract.test_configuration import LEAST
 from tests.job.conftest import (
     AT_ONCE_S,
     CONFIG,
-    ROOT,
     dying_command,
     end_of,
     long_texts,
@@ -26,22 +26,20 @@ from tests.job.conftest import (
     write_corpus,
 )
 from tests.refused import refused
+from tests.tables import cases
 
-TASKS = {
-    "outline": {
-        "prompt": {"instruction": "{{ document }}\n\nWrite an outline for {{ reader }}.", "verification": "So?"},
-        "output": {"column": "outline", "sources": True, "verify": True},
-        "decoding": {"temperature": 0.7, "stop": ["t1"]},
-    },
-    "kind": {
-        "prompt": {"instruction": "{{ document }}\n\nWhat is it?"},
-        "output": {"column": "kind_as_text", "schema": {"kind": "law | report | speech"}},
-    },
-    "about": {
-        "prompt": {"instruction": "What is it about?\n\n{{ document }}", "system": "Be brief."},
-        "output": {"column": "about"},
-    },
-}
+TASKS = yaml.safe_load(r"""
+    outline:
+      prompt: {instruction: "{{ document }}\n\nWrite an outline for {{ reader }}.", verification: "So?"}
+      output: {column: outline, sources: true, verify: true}
+      decoding: {temperature: 0.7, stop: [t1]}
+    kind:
+      prompt: {instruction: "{{ document }}\n\nWhat is it?"}
+      output: {column: kind_as_text, schema: {kind: law | report | speech}}
+    about:
+      prompt: {instruction: "What is it about?\n\n{{ document }}", system: Be brief.}
+      output: {column: about}
+""")
 OWN = {"outline": ["outline"], "kind": ["kind_as_text", "kind", "choices"], "about": ["about"]}
 """The columns of each."""
 DIFFERING = {"num_cached_tokens", "num_forwards"}
@@ -133,12 +131,12 @@ def test_answers_about_a_document_in_parts_are_those_too(ask, tmp_path):
     assert_are_those_of(rows(output / "summaries"), outputs)
 
 
-BROKEN = {
-    "name": "form",
-    "prompt": {"instruction": "{{ document }}\n\nFill in."},
-    "output": {"column": "form", "schema": {"agency": {"type": "string", "minLength": 20, "maxLength": 60}}},
-    "decoding": {"max_new_tokens": 14, "stop_repetition": False},
-}
+BROKEN = yaml.safe_load(r"""
+    name: form
+    prompt: {instruction: "{{ document }}\n\nFill in."}
+    output: {column: form, schema: {agency: {type: string, minLength: 20, maxLength: 60}}}
+    decoding: {max_new_tokens: 14, stop_repetition: false}
+""")
 """A task whose limit lets no answer end."""
 
 
@@ -277,7 +275,7 @@ def test_paths_of_a_task_are_relative_to_the_file_that_lists_it(tmp_path):
         '{"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "number"}}}'
     )
     form = {"name": "form", "base": "mine.yaml", "output": {"column": "form", "schema": "form.json"}}
-    (tmp_path / "all.yaml").write_text(yaml.safe_dump(BASE | {"tasks": ["mine.yaml", form]}))
+    (tmp_path / "all.yaml").write_text(yaml.safe_dump(LEAST | {"tasks": ["mine.yaml", form]}))
     config = RunConfig.load(tmp_path / "all.yaml")
     (tmp_path / "form.json").unlink()
     assert [each.output.column for each in RunConfig.load(config).each_task.values()] == ["mine", "form"]
@@ -300,10 +298,6 @@ def test_a_plan_counts_what_is_read_once(plan, shared, tmp_path):
     file.write_text(yaml.safe_dump({"tasks": listed("outline", "about")}))
     [note] = planned("--config", file)["selection"]["notes"]
     assert note.startswith("task about reads each document again")
-
-
-LISTING = str(ROOT / "examples" / "reports-three-ways.yaml")
-BASE = {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "a"}, "draft": {"kind": "ngram"}}
 
 
 @pytest.mark.slow
@@ -332,49 +326,37 @@ def test_a_killed_run_goes_on_and_loses_no_answer(tmp_path, start):
 
 @pytest.mark.parametrize(
     "changes, message",
-    [
-        ({"tasks": ["question", {"name": "again", "base": "question"}]}, "two write the column answer"),
-        ({"tasks": ["summary", {"output": {"column": "x"}}]}, "mappings with a `name`"),
-        ({"tasks": {"keywords": {}}}, "keywords has no keys; write just its name"),
-        ({"tasks": ["summary", {"name": "x", "target": {"model": "b"}}]}, "x has target; a task has prompt"),
-        (
-            {"tasks": ["summary", {"name": "x", "output": {"column": "x"}, "decoding": {"cache_gib": 9}}]},
-            "x has another decoding.cache_gib",
-        ),
-        (
-            {"tasks": ["summary", "keywords"], "input": {"path": "in", "instruction_column": "ask"}},
-            "need a single task",
-        ),
-        ({"tasks": ["summary", {"name": "x", "base": LISTING}]}, "x lists tasks itself"),
-    ],
+    cases("""
+        tasks: [question, {name: again, base: question}] -> two write the column answer
+        tasks: [summary, {output: {column: x}}] -> mappings with a `name`
+        tasks: {keywords: {}} -> keywords has no keys; write just its name
+        tasks: [summary, {name: x, target: {model: b}}] -> x has target; a task has prompt
+        tasks: [summary, {name: x, output: {column: x}, decoding: {cache_gib: 9}}]
+            -> x has another decoding.cache_gib
+        {tasks: [summary, keywords], input: {path: in, instruction_column: ask}} -> need a single task
+        tasks: [summary, {name: x, base: examples/reports-three-ways.yaml}] -> x lists tasks itself
+    """),
 )
 def test_what_tasks_cannot_be_is_refused_in_one_line(changes, message):
-    assert message in refused(RunConfig.load, [BASE | changes])
+    assert message in refused(RunConfig.load, [LEAST | yaml.safe_load(changes)])
 
 
 def test_a_configuration_behind_a_list_of_tasks_changes_none_of_them_in_silence():
     """A limit, and a whole question, were not seen."""
     listing = {"tasks": ["translation", "summary", "facts"]}
     limit = {"decoding": {"max_new_tokens": 4}}
-    assert "sets decoding.max_new_tokens after a list of tasks" in refused(RunConfig.load, [BASE, listing, limit])
-    assert "after a list of tasks" in refused(RunConfig.load, [BASE, listing, "question"])
-    assert RunConfig.load([BASE | listing, {"job": {"commit_every_s": 1}}]).tasks
-
-
-def test_columns_of_tasks_that_collide_are_refused_before_anything_is_read(plan, shared, tmp_path):
-    other = {"name": "x", "output": {"column": "kind"}}
-    (tmp_path / "tasks.yaml").write_text(yaml.safe_dump({"tasks": [*listed("kind"), other]}))
-    given = ["--config", CONFIG, "--config", tmp_path / "tasks.yaml", *on(shared / "in.parquet", tmp_path / "out")]
-    assert "the column kind would be made twice" in plan(*given).line()
+    assert "sets decoding.max_new_tokens after a list of tasks" in refused(RunConfig.load, [LEAST, listing, limit])
+    assert "after a list of tasks" in refused(RunConfig.load, [LEAST, listing, "question"])
+    assert RunConfig.load([LEAST | listing, {"job": {"commit_every_s": 1}}]).tasks
 
 
 def test_what_is_set_on_the_command_line_counts_for_every_task():
     """And a configuration that was loaded is the same when it is loaded again."""
-    two = [BASE, {"tasks": ["summary", "keywords"]}]
+    two = [LEAST, {"tasks": ["summary", "keywords"]}]
     config = RunConfig.load(two, ["decoding.max_new_tokens=7"])
     assert {each.decoding.max_new_tokens for each in config.each_task.values()} == {7}
     assert RunConfig.load([config], ["decoding.seed=0"]) == config
     assert RunConfig.from_values(config.model_dump(mode="json")) == config
     assert "a Summarizer takes a single task" in refused(Summarizer, config)
     assert "tasksx" in refused(RunConfig.load, two, ["tasksx.y=1"])
-    assert RunConfig.load([BASE], ["tasks=[summary, keywords]"]).tasks.keys() == config.tasks.keys()
+    assert RunConfig.load([LEAST], ["tasks=[summary, keywords]"]).tasks.keys() == config.tasks.keys()

@@ -7,12 +7,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import ray
+import yaml
 
 from specextend import Summarizer, load_engine
 from tests.contract.columns import BATCHES, assert_has
+from tests.tables import cases
 from tests.tiny_models import at_call, random_prompt, tiny_config
 
 INPUT = {"input__id_column": "name", "input__options_column": "most", "input__passthrough": ["year"]}
+
+
+def changed_input(changes):
+    """The options of `tiny_config` for a section `input` in YAML."""
+    return {f"input__{key}": value for key, value in yaml.safe_load(changes).items()}
 
 
 def text(length):
@@ -99,6 +106,8 @@ def test_results_come_in_the_form_of_the_documents(pairs, engine):
     found = alone([TEXTS["b"], None, TEXTS["c"]])
     assert [(row["doc_id"], row["summary"]) for row in found] == [("0", expected[2]), ("1", None), ("2", expected[5])]
     assert alone([]) == []
+    with pytest.raises(ValueError, match="documents must be texts, dictionaries, a table or a data frame, got int"):
+        summarizer(7)
     empty = table.slice(6)
     for nothing in ([], empty.to_pydict(), pa.table({}), empty, empty.to_pandas()):
         found = summarizer(nothing)
@@ -165,16 +174,16 @@ def test_a_document_that_fails_alone_is_an_error_in_its_row(summarizer, engine):
 
 @pytest.mark.parametrize(
     "changes, message",
-    [
-        ({"filter": "year > 2003"}, "input.filter chooses rows of files, not of batches: leave it out"),
-        ({"passthrough": ["stage"]}, "input.passthrough names stage, also a column of the result"),
-    ],
+    cases("""
+        filter: year > 2003 -> input.filter chooses rows of files, not of batches: leave it out
+        passthrough: [stage] -> input.passthrough names stage, also a column of the result
+    """),
 )
 def test_options_that_no_batch_can_follow_are_refused_before_a_model_is_loaded(changes, message, pairs):
     """A filter was ignored: the pipeline summarised, and paid for, what the configuration left out."""
-    options = INPUT | {f"input__{key}": value for key, value in changes.items()}
+    config = tiny_config(pairs("llama"), **INPUT | changed_input(changes))
     with pytest.raises(ValueError, match=message):
-        Summarizer(tiny_config(pairs("llama"), **options), lambda _: pytest.fail("a model was loaded"))
+        Summarizer(config, lambda _: pytest.fail("a model was loaded"))
 
 
 def test_a_column_is_passed_through_under_a_name_that_the_result_leaves_free(config, engine, pairs):
@@ -186,27 +195,19 @@ def test_a_column_is_passed_through_under_a_name_that_the_result_leaves_free(con
 
 
 @pytest.mark.parametrize(
-    "changes, batch, message",
-    [
-        (
-            {"text_column": "body"},
-            documents(),
-            r"the batch has no column 'body' \(input.text_column\); it has text, name",
-        ),
-        (
-            {"id_column": "most", "options_column": "name"},
-            documents(),
-            "is string, but must be an integer column, or a struct of .*; cast it when you write the Parquet",
-        ),
-        ({"id_column": None, "options_column": None}, documents(), "input.id_column must be set"),
-        ({}, 7, "documents must be texts, dictionaries, a table or a data frame, got int"),
-    ],
+    "changes, message",
+    cases(r"""
+        text_column: body -> the batch has no column 'body' \(input.text_column\); it has text, name
+        {id_column: most, options_column: name}
+            -> is string, but must be an integer column, or a struct of .*; cast it when you write the Parquet
+        {id_column: null, options_column: null} -> input.id_column must be set
+    """),
 )
-def test_a_batch_that_does_not_fit_its_configuration_is_refused(changes, batch, message, pairs, engine):
+def test_a_batch_that_does_not_fit_its_configuration_is_refused(changes, message, pairs, engine):
     """In one line, and before anything is decoded."""
-    options = INPUT | {f"input__{key}": value for key, value in changes.items()}
+    summarizer = Summarizer(tiny_config(pairs("llama"), **INPUT | changed_input(changes)), lambda _: engine)
     with pytest.raises(ValueError, match=message):
-        Summarizer(tiny_config(pairs("llama"), **options), lambda _: engine)(batch)
+        summarizer(documents())
 
 
 @pytest.mark.slow

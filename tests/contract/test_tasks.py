@@ -1,6 +1,5 @@
 """Tasks other than a summary: instructions over the columns of a row, options of a row, examples, and thinking."""
 
-import math
 import re
 import shlex
 from itertools import pairwise
@@ -8,10 +7,12 @@ from itertools import pairwise
 import duckdb
 import pyarrow as pa
 import pytest
+import yaml
 
 from specextend import RunConfig, Summarizer, load_engine
 from tests.contract.test_configuration import LEAST
 from tests.job.conftest import ROOT, rows, specextend
+from tests.tables import cases
 from tests.tiny_models import random_prompt, tiny_config
 
 TEXT = " ".join(f"t{token_id}" for token_id in random_prompt(150))
@@ -81,6 +82,17 @@ def test_sources_are_places_in_what_was_read_of_the_document(answers, policy):
         assert each["begin"] not in range(half + 20, len(text) - half - 20), "what is left out"
 
 
+METHODS = """st.keys
+st.land.upper
+st.keys ~ ''
+[st.keys]
+'%s' | format(st.get)
+1 if st.keys
+'' ~ st['keys']
+[st.land] | map(attribute='title') | join
+st | xmlattr | attr('upper')"""
+
+
 def test_names_of_jinja_are_columns_and_methods_are_no_text(answers):
     """Two workers sent different prompts, in which methods and classes had their places in memory."""
     names = ("namespace", "dict", "range", "lipsum", "cycler", "joiner", "loop", "super", "caller")
@@ -89,52 +101,38 @@ def test_names_of_jinja_are_columns_and_methods_are_no_text(answers):
     [row] = answers(table, prompt__instruction=template)
     [expected] = answers({"text": [TEXT]}, prompt__instruction="t5 " * len(names) + "t8 T9")
     assert row["summary"] == expected["summary"]
-    for each in (
-        "st.keys",
-        "st.land.upper",
-        "st.keys ~ ''",
-        "[st.keys]",
-        "'%s' | format(st.get)",
-        "1 if st.keys",
-        "'' ~ st['keys']",
-        "[st.land] | map(attribute='title') | join",
-        "st | xmlattr | attr('upper')",
-    ):
+    for each in METHODS.splitlines():
         [row] = answers(table, prompt__instruction=f"{{{{ {each} }}}}")
         assert row["error_class"] == "BadInstruction", each
         assert " at 0x" not in row["message"]
 
 
-def test_bytes_that_are_no_text_and_numbers_that_are_none_are_one_row(answers):
-    """Half of a surrogate pair in one row ended the worker that read it; a temperature of NaN drew any token."""
+def test_bytes_that_are_no_text_are_one_row(answers):
+    """Half of a surrogate pair in one row ended the worker that read it."""
     broken = pa.array([b"t5 \xed\xa0\x80", b"t6"], pa.binary())
     text = pa.Array.from_buffers(pa.string(), 2, broken.buffers())
     table = {"text": [TEXT] * 2, "st": pa.StructArray.from_arrays([text], names=["topic"])}
     rows = answers(table, prompt__instruction="{{ st.topic }} {{ document }}")
     assert [row["error_class"] for row in rows] == [None, None]
-    own = [{"temperature": math.nan}, {"temperature": math.inf}, {"stop": [None]}, {"stop": ["t"]}]
-    rows = answers({"text": [TEXT] * 4, "own": own}, input__options_column="own")
-    assert [row["error_class"] for row in rows] == ["BadOptions"] * 3 + [None]
-    assert rows[0]["message"] == "temperature must be at least 0 and finite, got nan"
 
 
 @pytest.mark.parametrize(
     "instruction, message",
-    [
-        ("Ask {title}", r"has \{title\}, which would be read as text; write \{\{ title \}\}"),
-        ("{% if %}", "prompt.instruction is not a template"),
-        ("{{ document }} {{ document }}", "more than once"),
-        ("{{ ''.__class__.__mro__ }}", "prompt.instruction"),
-        ("{{ document[:20] }}", "uses document in an expression"),
-        ("{{ document | trim }}", "uses document in an expression"),
-        ("{% if document | length > 1000 %}Long: {% endif %}{{ document }}", "uses document in an expression"),
-        ("{% set text %}{{ document }}{% endset %}{{ text | length }}", "uses document in an expression"),
-        ("{% macro m() %}{{ document }}{% endmacro %}{{ m()[:9] }}", "uses document in an expression"),
-        ("{% set document = 'x' %}{{ document }}", "uses document in an expression"),
-        ("{{ self }} {{ document }}", "self, which is a word of jinja's"),
-        ("{{ none }} {{ document }}", "none, which is a word of jinja's"),
-        ("{{ names | random }} {{ document }}", "No filter named 'random'"),
-    ],
+    cases(r"""
+        Ask {title} -> has \{title\}, which would be read as text; write \{\{ title \}\}
+        {% if %} -> prompt.instruction is not a template
+        {{ document }} {{ document }} -> more than once
+        {{ ''.__class__.__mro__ }} -> prompt.instruction
+        {{ document[:20] }} -> uses document in an expression
+        {{ document | trim }} -> uses document in an expression
+        {% if document | length > 1000 %}Long: {% endif %}{{ document }} -> uses document in an expression
+        {% set text %}{{ document }}{% endset %}{{ text | length }} -> uses document in an expression
+        {% macro m() %}{{ document }}{% endmacro %}{{ m()[:9] }} -> uses document in an expression
+        {% set document = 'x' %}{{ document }} -> uses document in an expression
+        {{ self }} {{ document }} -> self, which is a word of jinja's
+        {{ none }} {{ document }} -> none, which is a word of jinja's
+        {{ names | random }} {{ document }} -> No filter named 'random'
+    """),
 )
 def test_a_bad_instruction_is_refused_before_anything_is_loaded(instruction, message):
     with pytest.raises(ValueError, match=message):
@@ -142,16 +140,21 @@ def test_a_bad_instruction_is_refused_before_anything_is_loaded(instruction, mes
 
 
 def test_a_row_may_have_options_of_its_own(answers):
-    """Null takes the run's; a value out of range is the row's error."""
-    own = [
-        None,
-        {"max_new_tokens": 3},
-        {"temperature": 5.0, "seed": 1},
-        {"temperature": 5.0, "seed": 2},
-        {"top_p": 7.0},
-    ]
-    rows = answers({"text": [TEXT] * 5, "own": own}, input__options_column="own")
-    assert rows[4]["error_class"] == "BadOptions"
+    """Null takes the run's; a value out of range is the row's error: a temperature of NaN drew any token."""
+    own = yaml.safe_load("""
+        - null
+        - {max_new_tokens: 3}
+        - {temperature: 5.0, seed: 1}
+        - {temperature: 5.0, seed: 2}
+        - {stop: [t]}
+        - {top_p: 7.0}
+        - {temperature: .inf}
+        - {stop: [null]}
+        - {temperature: .nan}
+    """)
+    rows = answers({"text": [TEXT] * 9, "own": own}, input__options_column="own")
+    assert [row["error_class"] for row in rows] == [None] * 5 + ["BadOptions"] * 4
+    assert rows[-1]["message"] == "temperature must be at least 0 and finite, got nan"
     assert rows[1]["num_output_tokens"] == 3
     assert rows[0]["summary"].startswith(rows[1]["summary"].rstrip())
     assert rows[2]["summary"] != rows[3]["summary"]

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 
 from specextend.core import json_values
 from specextend.data.answers import closed_fields, schema_of
@@ -11,16 +12,15 @@ from specextend.models.causal_lm import load_tokenizer
 from tests.reference_outputs import log_probs_after, score_values
 from tests.tiny_models import load_reference, of_length, random_prompt, request, tiny_engine
 
-SCHEMA = schema_of(
-    {
-        "kind": "audit | audit of audits | budget?",
-        "said": {"type": "string", "pattern": "^[a-z]{2,4}$"},
-        "level": {"enum": [1, 10, 100, 2.5]},
-        "only": {"const": "this"},
-        "pages": {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 2},
-        "closed": "boolean",
-    }
-)
+FIELDS = """
+    kind: audit | audit of audits | budget?
+    said: {type: string, pattern: "^[a-z]{2,4}$"}
+    level: {enum: [1, 10, 100, 2.5]}
+    only: {const: this}
+    pages: {type: array, items: {type: integer, maximum: 99}, maxItems: 2}
+    closed: boolean
+"""
+SCHEMA = schema_of(yaml.safe_load(FIELDS))
 CLOSED = closed_fields(SCHEMA)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import jsonschema
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
@@ -30,23 +31,22 @@ from tests.tiny_models import (
 )
 
 MAX_NEW_TOKENS = 150
-SCHEMA = schema_of(
-    {
-        "kind": "audit | budget",
-        "agency": {"type": "string", "maxLength": 12},
-        "amount": "number?",
-        "pages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}, "maxItems": 3},
-        "closed": "boolean",
-    }
-)
+FIELDS = """
+    kind: audit | budget
+    agency: {type: string, maxLength: 12}
+    amount: number?
+    pages: {type: array, items: {type: integer, minimum: 0, maximum: 999}, maxItems: 3}
+    closed: boolean
+"""
+SCHEMA = schema_of(yaml.safe_load(FIELDS))
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LENGTHS = {"plain": 60, "penalty": 25, "ngrams": 120, "sampled": 40}
-OPTIONS = {
-    "plain": {},
-    "penalty": {"repetition_penalty": 1.3},
-    "ngrams": {"repetition_penalty": 1.1, "no_repeat_ngram_size": 6},
-    "sampled": {"temperature": 0.8, "top_k": 30, "top_p": 0.95, "seed": 5},  # also where fewer tokens are allowed
-}
+OPTIONS = yaml.safe_load("""
+    plain: {}
+    penalty: {repetition_penalty: 1.3}
+    ngrams: {repetition_penalty: 1.1, no_repeat_ngram_size: 6}
+    sampled: {temperature: 0.8, top_k: 30, top_p: 0.95, seed: 5}  # also where fewer tokens are allowed
+""")
 AXES = (
     ("autoregressive", "tree", "streaming", "retrieval"),
     ("good", "bad", "eagle", "eagle3", "ngram", "merged-good"),
@@ -133,7 +133,7 @@ def small_engine(spelling_pair):
 
 
 SCALARS = st.sampled_from(["number?", "integer", "boolean", "a | bc | d e", {"type": "string", "maxLength": 9}])
-FIELDS = SCALARS | SCALARS.map(lambda kind: {"type": "array", "items": one_field(kind), "maxItems": 2})
+ANY_FIELD = SCALARS | SCALARS.map(lambda kind: {"type": "array", "items": one_field(kind), "maxItems": 2})
 
 
 def one_field(kind):
@@ -141,7 +141,7 @@ def one_field(kind):
 
 
 @settings(max_examples=15)
-@given(fields=st.dictionaries(st.text('abc_ \u00e9"\\', min_size=1, max_size=6), FIELDS, min_size=1, max_size=4))
+@given(fields=st.dictionaries(st.text('abc_ \u00e9"\\', min_size=1, max_size=6), ANY_FIELD, min_size=1, max_size=4))
 def test_whatever_the_schema_answers_parse(small_engine, fields):
     """Nothing but the grammar keeps order in random weights. An answer may only be too long."""
     schema = schema_of(fields)

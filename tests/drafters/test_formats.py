@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from specextend.cli.command import call
@@ -18,20 +19,23 @@ from specextend.models.pairing import check_pair, describe_features, pair_hashes
 from tests.models.conftest import edit_json, edit_tensors
 from tests.published_heads import WRITERS
 from tests.refused import refused
+from tests.tables import cases
 from tests.tiny_models import FAMILIES, tiny_model, write_eagle, write_model
 
 ALL = {"ours": lambda folder, model: write_eagle(folder, model, draft_vocab_size=3), **WRITERS}
-NAMES = {
-    "ours": "specextend-eagle",
-    "eagle1": "EAGLE-1/2",
-    "eagle1-biased": "EAGLE-1/2",
-    "eagle3": "EAGLE-3",
-    "eagle3-narrow": "EAGLE-3",
-    "eagle31": "EAGLE-3",
-    "eagle3-nested": "EAGLE-3",
-    "speculators-eagle": "speculators eagle",
-    "speculators-eagle3": "speculators eagle3",
-}
+NAMES = dict(
+    cases("""
+        ours -> specextend-eagle
+        eagle1 -> EAGLE-1/2
+        eagle1-biased -> EAGLE-1/2
+        eagle3 -> EAGLE-3
+        eagle3-narrow -> EAGLE-3
+        eagle31 -> EAGLE-3
+        eagle3-nested -> EAGLE-3
+        speculators-eagle -> speculators eagle
+        speculators-eagle3 -> speculators eagle3
+    """)
+)
 
 
 @pytest.fixture(scope="module")
@@ -72,30 +76,32 @@ def test_each_format_is_known_by_its_files(variant, write, target):
     assert "draft" in pair_hashes(*pair_of(target, folder))
 
 
-IDS = "eagle_aux_hidden_state_layer_ids"
-FLAT = {"eagle_config": None}
-GUESS = "a guess; the other is draft.feature_layers"
-
-
 @pytest.mark.parametrize(
     "values, layers, why",
-    [
-        (FLAT, (1, 15, 28), "its config.json names none, and these are usual"),
-        (FLAT | {IDS: [2, 16, 29]}, (1, 15, 28), "its ids 2, 16, 29 number layers by their inputs (these are usual)"),
-        ({"eagle_config": {IDS: [2, 16, 29]}}, (1, 15, 28), "by their inputs (these are usual)"),
-        (FLAT | {IDS: [1, 15, 28]}, (1, 15, 28), "by their outputs (these are usual)"),
-        ({"eagle_config": {IDS: [20, 26, 32]}}, (19, 25, 31), "by their inputs (32 is no output)"),
-        ({"eagle_config": {IDS: [2, 15, 28]}}, (2, 15, 28), f"by their outputs ({GUESS} [1, 14, 27])"),
-        (FLAT | {IDS: [2, 15, 28]}, (1, 14, 27), f"by their inputs ({GUESS} [2, 15, 28])"),
-        ({"speculators_model_type": "eagle3", IDS: [1, 15, 28]}, (0, 14, 27), "inputs (as speculators does)"),
-    ],
+    cases("""
+        eagle_config: null -> 1, 15, 28 -> its config.json names none, and these are usual
+        {eagle_config: null, eagle_aux_hidden_state_layer_ids: [2, 16, 29]} -> 1, 15, 28
+            -> its ids 2, 16, 29 number layers by their inputs (these are usual)
+        eagle_config: {eagle_aux_hidden_state_layer_ids: [2, 16, 29]} -> 1, 15, 28
+            -> by their inputs (these are usual)
+        {eagle_config: null, eagle_aux_hidden_state_layer_ids: [1, 15, 28]} -> 1, 15, 28
+            -> by their outputs (these are usual)
+        eagle_config: {eagle_aux_hidden_state_layer_ids: [20, 26, 32]} -> 19, 25, 31
+            -> by their inputs (32 is no output)
+        eagle_config: {eagle_aux_hidden_state_layer_ids: [2, 15, 28]} -> 2, 15, 28
+            -> by their outputs (a guess; the other is draft.feature_layers [1, 14, 27])
+        {eagle_config: null, eagle_aux_hidden_state_layer_ids: [2, 15, 28]} -> 1, 14, 27
+            -> by their inputs (a guess; the other is draft.feature_layers [2, 15, 28])
+        {speculators_model_type: eagle3, eagle_aux_hidden_state_layer_ids: [1, 15, 28]} -> 0, 14, 27
+            -> inputs (as speculators does)
+    """),
 )
 def test_the_layers_are_those_that_the_head_was_trained_with(values, layers, why, write):
     """Heads are published with two meanings of one key; what is a guess says so, and a key has the last word."""
-    folder = write("eagle3", **values)
-    assert read_head(folder).hidden_layers(32) == layers
+    folder = write("eagle3", **yaml.safe_load(values))
+    assert read_head(folder).hidden_layers(32) == tuple(map(int, layers.split(", ")))
     [line] = describe_features(DraftOptions(kind="eagle", model=str(folder)), 32)
-    assert f"takes the outputs of the target's layers {', '.join(map(str, layers))} (of 32, from 0): " in line
+    assert f"takes the outputs of the target's layers {layers} (of 32, from 0): " in line
     assert line.endswith(why)
     assert read_head(folder).hidden_layers(32, (3, 4, 5)) == (3, 4, 5)
 
@@ -110,32 +116,30 @@ def test_chosen_layers_must_be_as_many_as_the_head_takes(variant, layers, write,
 
 @pytest.mark.parametrize(
     "values, message",
-    [
-        ({"eagle_config": None}, "takes the outputs of layers 1, 0, -1, counted from 0; the target has 3 layers"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 1, 3]}, "outputs of layers 1, 0, 2, counted from 0"),
-        ({"hidden_size": 64}, "fc.weight is [48, 144], config.json says [64, 192]"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers: Input should be 1, got 2"),
-        ({"model_type": "gemma3"}, "model_type: Input should be 'llama', 'mistral', 'qwen2' or 'qwen3', got 'gemma3'"),
-        (
-            {"rope_scaling": {"rope_type": "longrope", "long_factor": [2] * 6, "short_factor": [1] * 6}},
-            "has RoPE type 'longrope', which is not served here",
-        ),
-        ({"vocab_size": 121}, "t2d is [120], config.json says [121]"),
-        ({"target_hidden_size": 32}, "(EAGLE-3) lacks the tensor embed_tokens.weight"),
-        ({"fc_norm": True}, "(EAGLE-3) lacks the tensor fc_norm.0.weight"),
-        ({"fc_norm": True, "norm_before_fc": True}, "fc_norm is 'True beside norm_before_fc', which may change what"),
-        ({"logit_scale": 0.5}, "config.json: logit_scale is 0.5, which may change what the head computes, and is not"),
-        ({"invented_tomorrow": 2}, "invented_tomorrow is 2, which may change"),
-        ({"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm is False, which may change"),
-        ({"eagle_config": {"mask_hidden": True}}, "mask_hidden is True, which may change"),
-        ({"layer_types": ["sliding_attention"]}, "layer_types is 'sliding_attention without sliding_window', which"),
-        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}, "layer_types is ['sliding_"),
-        ({"sliding_window": 64}, "sliding_window is '64 without layer_types', which may change"),
-    ],
+    cases("""
+        eagle_config: null -> takes the outputs of layers 1, 0, -1, counted from 0; the target has 3 layers
+        eagle_aux_hidden_state_layer_ids: [2, 1, 3] -> outputs of layers 1, 0, 2, counted from 0
+        hidden_size: 64 -> fc.weight is [48, 144], config.json says [64, 192]
+        num_hidden_layers: 2 -> num_hidden_layers: Input should be 1, got 2
+        model_type: gemma3 -> model_type: Input should be 'llama', 'mistral', 'qwen2' or 'qwen3', got 'gemma3'
+        rope_scaling: {rope_type: longrope, long_factor: [2, 2, 2, 2, 2, 2], short_factor: [1, 1, 1, 1, 1, 1]}
+            -> has RoPE type 'longrope', which is not served here
+        vocab_size: 121 -> t2d is [120], config.json says [121]
+        target_hidden_size: 32 -> (EAGLE-3) lacks the tensor embed_tokens.weight
+        fc_norm: true -> (EAGLE-3) lacks the tensor fc_norm.0.weight
+        {fc_norm: true, norm_before_fc: true} -> fc_norm is 'True beside norm_before_fc', which may change what
+        logit_scale: 0.5 -> config.json: logit_scale is 0.5, which may change what the head computes, and is not
+        invented_tomorrow: 2 -> invented_tomorrow is 2, which may change
+        eagle_config: {use_last_layernorm: false} -> use_last_layernorm is False, which may change
+        eagle_config: {mask_hidden: true} -> mask_hidden is True, which may change
+        layer_types: [sliding_attention] -> layer_types is 'sliding_attention without sliding_window', which
+        {layer_types: [sliding_attention, full_attention], sliding_window: 64} -> layer_types is ['sliding_
+        sliding_window: 64 -> sliding_window is '64 without layer_types', which may change
+    """),
 )
 def test_a_config_that_is_not_served_says_why(values, message, write, target):
     """Each would run, or fail deep inside the first document."""
-    assert message in refusal(target, write("eagle3", **values))
+    assert message in refusal(target, write("eagle3", **yaml.safe_load(values)))
 
 
 @pytest.mark.parametrize(
@@ -175,16 +179,15 @@ def test_tensors_that_the_format_does_not_have_are_refused(variant, change, mess
 @pytest.mark.parametrize(
     "values",
     [
-        {"sliding_window": 64, "use_sliding_window": False, "max_window_layers": 1},
-        {"sliding_window": 4096, "layer_types": ["full_attention"]},
-        {"sliding_window": 2048},
-        {"logit_scale": 1.0, "attention_bias": True, "use_mtp_layernorm": False, "invented_tomorrow": None},
+        "{sliding_window: 64, use_sliding_window: false, max_window_layers: 1}",
+        "{sliding_window: 4096, layer_types: [full_attention]}",
+        "{sliding_window: 2048}",
+        "{logit_scale: 1.0, attention_bias: true, use_mtp_layernorm: false, invented_tomorrow: null}",
     ],
-    ids=["switched off", "full", "as long as the context", "neutral"],
 )
 def test_what_changes_nothing_is_passed_over(values, write, target):
     """Published files are full of such keys, and of tensors that training left: rotary frequencies, masks."""
-    folder = write("eagle3", **values)
+    folder = write("eagle3", **yaml.safe_load(values))
     edit_tensors(folder, {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(6), "mask": torch.ones(2)})
     assert check_pair(*pair_of(target, folder))
 
