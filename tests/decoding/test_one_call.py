@@ -1,11 +1,7 @@
 """All layers in one compiled call: what they compute one after the other."""
 
 import copy
-from dataclasses import replace
-from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,23 +13,16 @@ from specextend.attention.compiled import phases
 from specextend.attention.compiled.calls import Decoder
 from specextend.attention.plain import attend_reference
 from specextend.attention.plan import AttentionPlan
-from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.layers import compiled_kernel, linear, pack
+from specextend.decoding.layers import compiled_kernel
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import Decided
-from specextend.drafters.causal import CausalDrafter
-from specextend.drafters.eagle_network import EagleNetwork
-from specextend.drafters.formats import read_head, read_vocabulary, read_weights
-from specextend.models.causal_lm import rope_frequencies
-from tests.tiny_models import FAMILIES, Family, tiny_model
+from tests.tiny_models import FAMILIES, Family, Pair, engine_with, tiny_config, tiny_model, write_eagle, write_model
 
 pytestmark = pytest.mark.skipif(compiled_kernel() is None, reason="the kernel needs a processor with AVX2")
 
 WITH_BIASES_OR_NORMS = {
     name: Family(config=FAMILIES[name].config, heads=(4, 2), head_dim=32) for name in ("llama", "qwen2-yarn", "qwen3")
 }
-KEPT = (0, 2)
-HEAD = Path(__file__).parents[2] / "models" / "smollm2-135m-eagle"
 TREE = torch.eye(9, dtype=torch.bool) | (torch.arange(9) == 0)
 
 
@@ -47,12 +36,13 @@ def models(request):
 
 
 def in_one_call(model):
-    model._decoder = Decoder(model.model.model.layers, model.scale)
+    model.join_layers()
+    assert model.runs_in_one_call
     return model
 
 
 @torch.inference_mode()
-def forwards(model, batch=2, kept=KEPT, ends_only=False):
+def forwards(model, batch=2, kept=(0, 2), ends_only=False):
     """Return what sequences give and write: a chunk of a prompt, another one behind it, a tree and a plain step."""
     model.cache.stored[:] = 0
     generator = torch.Generator().manual_seed(0)
@@ -75,7 +65,6 @@ def test_it_is_as_exact_as_layer_after_layer(models):
     expected = forwards(exact)
     plain = forwards(rounded)
     found = forwards(in_one_call(rounded))
-    assert rounded._decoder is not None
     for right, before, after in zip(expected, plain, found, strict=True):
         assert after.shape == right.shape
         assert (after.float() - right).norm() <= 1.5 * (before.float() - right).norm()
@@ -100,19 +89,18 @@ def test_a_node_of_a_tree_has_the_bits_of_a_plain_step(models):
     model = in_one_call(models[1])
     token_ids = torch.randint(0, 100, (1, 70 + len(TREE)), generator=torch.Generator().manual_seed(2))
 
-    def run(tokens, first, mask=None, positions=None):
-        length = first + tokens.shape[1]
-        places = torch.arange(first, length)[None] if positions is None else positions
-        hidden = model.forward(tokens, places, AttentionPlan([0], [length], tokens.shape[1], mask, "dense"))
+    def run(first, tokens, mask=None):
+        num_new = tokens.shape[1]
+        places = first + torch.arange(num_new) if mask is None else first + mask.sum(-1) - 1
+        plan = AttentionPlan([0], [first + num_new], num_new, mask, "dense")
+        hidden = model.forward(tokens, places.view(1, -1), plan)
         return torch.cat([hidden, model.logits(hidden)], -1)
 
-    run(token_ids[:, :70], 0)
-    depths = TREE.sum(1) - 1
-    tree = run(token_ids[:, 70:], 70, TREE[None], 70 + depths[None])
-    root = run(token_ids[:, 70:71], 70)
-    assert torch.equal(tree[0, 0], root[0, 0])
-    for node in range(1, len(TREE)):
-        assert torch.equal(tree[0, node], run(token_ids[:, 70 + node : 71 + node], 71)[0, 0])
+    prompt, root, *leaves = token_ids.split([70, *[1] * len(TREE)], 1)
+    run(0, prompt)
+    tree = run(70, token_ids[:, 70:], TREE[None])
+    plain = [run(70, root), *(run(71, leaf) for leaf in leaves)]
+    assert torch.equal(tree, torch.cat(plain, 1))
 
 
 @pytest.mark.parametrize("fault", ["it cannot be made", "it is wrong"])
@@ -123,9 +111,8 @@ def test_it_is_taken_only_where_it_can_be_made_and_is_right(models, fault, monke
     def fail():
         raise RuntimeError("no compiler for this processor")
 
-    models[1].join_layers()
-    assert models[1].runs_in_one_call
-    assert ("int8" in models[1].trials[-1].why) == ("int8" in models[1].linears)
+    model = in_one_call(models[1])
+    assert ("int8" in model.trials[-1].why) == ("int8" in model.linears)
     if fault == "it is wrong":
         monkeypatch.setattr(Decoder, "run", lambda *call: (1.1 * run(*call)[0], []))
     else:
@@ -135,47 +122,37 @@ def test_it_is_taken_only_where_it_can_be_made_and_is_right(models, fault, monke
     compiled_kernel.cache_clear()
 
 
-def head_of(in_one_call, without):
-    """Return the shipped head in bf16 behind a random embedding, without some of its parts."""
-    shape = read_head(HEAD)
-    weights = read_weights(shape)
-    vocabulary = read_vocabulary(shape)
-    if "copies" in without:
-        shape = replace(shape, copy_heads=0)
-        weights = {name: weights[name][:, : shape.hidden_size] if "o_proj" in name else weights[name]
-                   for name in weights if "copy" not in name}  # fmt: skip
-    if "list of tokens" in without:
-        vocabulary = None
-    generator = torch.Generator().manual_seed(5)
-    embedding = torch.nn.Embedding(shape.vocab_size, shape.hidden_size)
-    weight = 0.1 * torch.randn(embedding.weight.shape, generator=generator)
-    embedding.weight = torch.nn.Parameter(weight.bfloat16(), False)
-    attend = load_backend("compiled", torch.device("cpu")) if in_one_call else attend_reference
-    target = SimpleNamespace(
-        attend=attend, device=torch.device("cpu"), dtype=torch.bfloat16, runs_in_one_call=in_one_call,
-        logits=partial(torch.nn.functional.linear, weight=embedding.weight),
-        model=torch.nn.ModuleDict({"lm_head": linear(embedding.weight)}),
-    )  # fmt: skip
-    pack(target.model)
-    target.model.get_input_embeddings = lambda: embedding
-    rope = rope_frequencies(shape.rope, shape.head_dim, "shipped")
-    network = EagleNetwork(shape, weights, vocabulary, target, embedding.weight, (512, 512), rope)
-    network.cache.working.stored.normal_(generator=generator)  # what nobody may read
-    return network
+HEADS = {"copies": (None, 2), "copies for a list of tokens": (512, 2), "a list of tokens": (512, None)}
+"""How many tokens a head proposes, and its copy heads."""
+
+
+def drafter_of(folder, head, least_gain, depth, *, in_one_call):
+    """Return the drafter of a random head."""
+    model = tiny_model(WITH_BIASES_OR_NORMS["llama"], seed=5, vocab_size=2048, hidden_size=128)
+    pair = Pair(write_model(model, folder / "target"), {"eagle": write_eagle(folder / "head", model, *HEADS[head])})
+    tree = {"tree__nodes": 12, "tree__depth": depth, "tree__threshold": least_gain}
+    config = tiny_config(pair, "eagle", target__dtype="bfloat16", decoding__max_batch_size=2, **tree)
+    drafter = engine_with(config).drafter
+    network = drafter.network
+    network.cache.working.stored.normal_()  # what nobody may read
+    if in_one_call:
+        assert network.at_once is not None
+        network.logits = None  # of a level, for which nobody may ask
+    else:
+        network.at_once = None
+    return drafter
 
 
 @torch.inference_mode()
-def grown(network, least_gain, depth):
+def grown(drafter):
     """Return the path probabilities of the trees of two sequences that see other numbers of tokens.
 
     What was decided for the second one came in several steps, for which nobody asked for a tree.
     """
     generator = torch.Generator().manual_seed(9)
-    tree = TreeOptions(nodes=12, depth=depth, threshold=least_gain)
-    drafter = CausalDrafter(network, tree, "dense", None, 2)
     for slot, (length, *ends) in enumerate([(20, 23), (30, 31, 35, 55)]):
-        token_ids = torch.randint(0, 49152, (ends[-1],), generator=generator)
-        features = torch.randn(len(token_ids), network.hidden_size, generator=generator).bfloat16()
+        token_ids = torch.randint(0, 2048, (ends[-1],), generator=generator)
+        features = torch.randn(len(token_ids), 128, generator=generator).bfloat16()
         assert drafter.admit(slot, length, 25)
         drafter.prefill(slot, token_ids[:length], features[:length])
         drafter.select(slot, torch.arange(length - 1))
@@ -191,16 +168,16 @@ def grown(network, least_gain, depth):
     return found
 
 
-@pytest.mark.parametrize("without", [(), ("copies",), ("list of tokens",)])
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("least_gain, depth", [(0.0, 4), (0.2, 4), (0.0, 1)])
-def test_a_tree_that_grows_in_one_call_is_the_one_that_grows_level_by_level(least_gain, depth, without):
+def test_a_tree_that_grows_in_one_call_is_the_one_that_grows_level_by_level(least_gain, depth, head, tmp_path):
     """But for nodes that are nearly as likely as others: its sums are rounded at other places."""
-    joined = head_of(True, without)
-    joined.logits = None  # of a level, for which nobody may ask
-    expected = grown(head_of(False, without), least_gain, depth)
-    found = grown(joined, least_gain, depth)
+    expected, found = (
+        grown(drafter_of(tmp_path / str(in_one_call), head, least_gain, depth, in_one_call=in_one_call))
+        for in_one_call in (False, True)
+    )
     for before, after in zip(expected, found, strict=True):
         assert len(after) == len(before) == 13
         both = {*before} & {*after}
         assert len(both) >= 11
-        assert all(abs(before[path] - after[path]) < 0.15 for path in both)
+        assert all(abs(before[path] - after[path]) < 0.2 for path in both)
