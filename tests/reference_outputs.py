@@ -52,6 +52,17 @@ def score_values(model, tokenizer, prompt, texts):
     return torch.stack([each.sum() for each in log_probs_after(model, prompt, paths)]).log_softmax(0)
 
 
+def score_choices(model, tokenizer, prompt, choices):
+    """Return the likeliest values of choices as a text, and the log probabilities fp64 of all values."""
+    text = ""
+    expected = []
+    for choice in choices:
+        texts = [text + each for each in choice.texts]
+        expected.append(score_values(model, tokenizer, prompt, texts))
+        text = texts[int(expected[-1].argmax())]
+    return text, torch.cat(expected)
+
+
 @dataclass(slots=True)
 class Ties:
     """Compares outputs, and counts the differences that are none."""

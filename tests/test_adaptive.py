@@ -188,6 +188,19 @@ class Device:
         return launch, outputs
 
 
+@pytest.fixture
+def simulated(monkeypatch):
+    """Make the device of all engines from now on, and costs of its steps."""
+
+    def make(draft_s):
+        made = Device(draft_s)
+        monkeypatch.setattr("specextend.decoding.sequence.perf_counter", made.clock)
+        monkeypatch.setattr("specextend.decoding.engine.synchronise", made.wait)
+        return made, StepCosts({size: (verify_s(size), 0.0) for size in (*SIZES, 27)})
+
+    return make
+
+
 @pytest.mark.parametrize(
     "draft_s, least, most",
     [
@@ -195,16 +208,13 @@ class Device:
         pytest.param(5.0, 0, 3, id="none of a draft of five plain steps"),
     ],
 )
-def test_captured_steps_do_what_the_device_makes_pay(draft_s, least, most, pair, references, monkeypatch):
+def test_captured_steps_do_what_the_device_makes_pay(draft_s, least, most, simulated, pair, references, monkeypatch):
     """Launches were timed, not work: a draft of five plain steps for five tokens seemed free, and its target slow."""
-    simulated = Device(draft_s)
-    monkeypatch.setattr("specextend.decoding.sequence.perf_counter", simulated.clock)
-    monkeypatch.setattr("specextend.decoding.engine.synchronise", simulated.wait)
+    simulation, costs = simulated(draft_s)
     monkeypatch.setattr("specextend.decoding.engine.TIMED_EVERY", 4)  # outputs are short
     monkeypatch.setattr(speculation, "TURN", 1000)  # no plain turn
-    costs = StepCosts({size: (verify_s(size), 0.0) for size in (*SIZES, 27)})
     adaptive = Adaptive(costs, NUM_NODES, CAPTURED)
-    graphs = device.Graphs(simulated.capture, 0)
+    graphs = device.Graphs(simulation.capture, 0)
     changes = {"decoding__max_batch_size": 1, "cache__policy": "full"}
     engine = captured_engine(pair, "same", graphs, adaptive, **changes)
     _, total = checked(engine, references)
@@ -216,33 +226,31 @@ def test_captured_steps_do_what_the_device_makes_pay(draft_s, least, most, pair,
 @pytest.mark.parametrize("captured, batch", [(True, 1), (False, 3)])
 @pytest.mark.parametrize("read_s", [0.0, 70.0])
 def test_drafts_that_take_longer_than_they_save_are_left_out_for_a_while(
-    read_s, captured, batch, pair, references, monkeypatch
+    read_s, captured, batch, simulated, pair, references, monkeypatch
 ):
     """Each step was won, and the run lost: what drafts read of prompts was in no account, and a plain step untried."""
-    simulated = Device(0.5)
-    monkeypatch.setattr("specextend.decoding.sequence.perf_counter", simulated.clock)
-    monkeypatch.setattr("specextend.decoding.engine.synchronise", simulated.wait)
+    simulation, costs = simulated(0.5)
     for name, value in {"TURN": 4, "TRIAL_DOCUMENTS": 4, "DECIDED_DOCUMENTS": 6}.items():
         monkeypatch.setattr(speculation, name, value)
-    adaptive = Adaptive(StepCosts({size: (verify_s(size), 0.0) for size in (*SIZES, 27)}), NUM_NODES)
+    adaptive = Adaptive(costs, NUM_NODES)
     changes = {"decoding__max_batch_size": batch, "cache__policy": "full"}
-    graphs = device.Graphs(simulated.capture, 0)
+    graphs = device.Graphs(simulation.capture, 0)
     engine = (
         captured_engine(pair, "same", graphs, adaptive, **changes)
         if captured
         else adaptive_engine(pair, "same", adaptive, **changes)
     )
-    before_forwards(engine, lambda forward: simulated.work(verify_s(forward.num_rows) if forward.is_step else 1.0))
+    before_forwards(engine, lambda forward: simulation.work(verify_s(forward.num_rows) if forward.is_step else 1.0))
     read = engine.drafter.prefill
-    monkeypatch.setattr(engine.drafter, "prefill", lambda *args: (simulated.work(read_s), read(*args)))
+    monkeypatch.setattr(engine.drafter, "prefill", lambda *args: (simulation.work(read_s), read(*args)))
     each = [stats for _ in range(8) for stats in checked(engine, references)[0]]
     drafted = "".join("-d"[stats.num_spec_steps > 0] for stats in each)
     assert [*filter(None, drafted.split("d"))] == (["-" * 6] * 2 if read_s else [])
 
     def taken_s(drafts):
-        begin = simulated.now
+        begin = simulation.now
         list(engine.generate([replace(of_length(n, NEW, seed=n), drafts=drafts) for n in LENGTHS]))
-        return simulated.now - begin
+        return simulation.now - begin
 
     assert engine.speedup == pytest.approx(taken_s(drafts=False) / taken_s(drafts=True), rel=0.1)
 

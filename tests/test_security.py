@@ -40,6 +40,7 @@ from tests.job.conftest import (
     specextend,
     wait_for_pause,
 )
+from tests.models.conftest import edit_json
 
 SOURCES = [path for folder in ("specextend", "jobs", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
 MODELS = ROOT / ".models" / "tiny-random"
@@ -172,16 +173,11 @@ class Payload:
         return os.system, (f"touch {self.canary}",)
 
 
-def pickled_target(folder, name, canary):
-    """The tiny target, its weights replaced by a pickle that runs a command."""
-    shutil.copytree(MODELS / "target", folder, ignore=shutil.ignore_patterns("*.safetensors*"))
-    (folder / name).write_bytes(pickle.dumps({"weight": Payload(canary)}))
-
-
 @pytest.mark.parametrize("key, name", [("target.model", "pytorch_model.bin"), ("draft.model", "model.safetensors")])
 def test_a_pickle_is_refused_before_it_is_opened(call, tmp_path, key, name):  # noqa: F811
     """Unpickling runs code; under the name of safetensors, too."""
-    pickled_target(tmp_path / "model", name, tmp_path / "canary")
+    shutil.copytree(MODELS / "target", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*"))
+    (tmp_path / "model" / name).write_bytes(pickle.dumps({"weight": Payload(tmp_path / "canary")}))
     output = tmp_path / "out"
     assert "pickle" in call("--config", CONFIG, "--output", output, "--set", f"{key}={tmp_path / 'model'}").line()
     assert not (tmp_path / "canary").exists()
@@ -196,10 +192,8 @@ def test_code_inside_a_models_folder_is_not_run(call, tmp_path):  # noqa: F811
     for name in ("modeling.py", "configuration.py", "tokenization.py"):
         (folder / name).write_text(code)
     names = {"AutoConfig": "configuration.Own", "AutoModelForCausalLM": "modeling.Own"}
-    tokenizer = {"AutoTokenizer": ["tokenization.Own", None]}
-    for name, more in ("config.json", names), ("tokenizer_config.json", tokenizer):
-        values = read_json(folder / name)
-        (folder / name).write_text(json.dumps(values | {"auto_map": more}))
+    edit_json(folder / "config.json", auto_map=names)
+    edit_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization.Own", None]})
     ended = specextend("plan", "--config", CONFIG, "--set", f"target.model={folder}")
     assert ended.code in (0, 2), ended.stderr
     assert not (tmp_path / "canary").exists()

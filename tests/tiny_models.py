@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import yaml
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -196,20 +197,25 @@ def write_pair(folder, family, seed=0, vocab_size=VOCABULARY, tokenizer=tiny_tok
     return Pair(target, drafts | {"same": target})
 
 
+def write_with_draft(folder, model, **others):
+    """Write a target with its `good` draft, and with other ones."""
+    drafts = {"good": perturbed(model, seed=1)} | others
+    return Pair(
+        write_model(model, folder / "target"), {name: write_model(each, folder / name) for name, each in drafts.items()}
+    )
+
+
 def write_family(folder, name, **values):
     """A small random target of any family of transformers, and its `good` draft."""
     config = AutoConfig.for_model(name, tie_word_embeddings=False, **values).get_text_config()
     model = small_model(config.to_dict())
     model.config.eos_token_id = model.generation_config.eos_token_id = EOS_TOKEN_ID
-    draft = write_model(perturbed(model, seed=1), folder / "good")
-    return Pair(write_model(model, folder / "target"), {"good": draft})
+    return write_with_draft(folder, model)
 
 
 def write_wide_target(folder):
     """A target whose products have as many inputs as a group of weights in 4 bits, and a `good` draft."""
-    model = tiny_model(FAMILIES["llama"], seed=5, hidden_size=64)
-    draft = write_model(perturbed(model, seed=1), folder / "good")
-    return Pair(write_model(model, folder / "target"), {"good": draft})
+    return write_with_draft(folder, tiny_model(FAMILIES["llama"], seed=5, hidden_size=64))
 
 
 def write_looping_pair(folder):
@@ -222,9 +228,7 @@ def write_looping_pair(folder):
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-    made = {"target": model, "good": perturbed(model, seed=1), "bad": tiny_model(FAMILIES["llama"], seed=2)}
-    written = {name: write_model(each, folder / name) for name, each in made.items()}
-    return Pair(written.pop("target"), written)
+    return write_with_draft(folder, model, bad=tiny_model(FAMILIES["llama"], seed=2))
 
 
 def load_reference(pair):
@@ -233,14 +237,14 @@ def load_reference(pair):
     return AutoModelForCausalLM.from_pretrained(pair.target, config=config, attn_implementation="eager").eval()
 
 
-SECTIONS: dict[str, Values] = {
-    "input": {"path": "unused"},
-    "output": {"path": "unused"},
-    "decoding": {"mode": "specextend", "cache_gib": 0.05},
-    "attention": {"backend": "auto", "tree": "hybrid"},
-    "tree": {"nodes": 8, "depth": 4, "threshold": 0.05},
-    "cache": {"policy": "retrieval", "chunk_size": 8, "top_k_chunks": 6, "recent": 16, "refresh_every": 3},
-}
+SECTIONS: dict[str, Values] = yaml.safe_load("""
+    input: {path: unused}
+    output: {path: unused}
+    decoding: {mode: specextend, cache_gib: 0.05}
+    attention: {backend: auto, tree: hybrid}
+    tree: {nodes: 8, depth: 4, threshold: 0.05}
+    cache: {policy: retrieval, chunk_size: 8, top_k_chunks: 6, recent: 16, refresh_every: 3}
+""")
 
 
 def draft_section(pair, draft):

@@ -20,12 +20,13 @@ KERNEL = load_backend("triton", torch.device("cpu"))
 PREFIXES = [(0,), (1000,), (65, 0, 1000), (63, 64, 65), (0, 1, 2, 63, 64, 65, 127, 300)]
 SIZES = [("plain", 1, 0), ("tree", 2, 40), ("tree", 17, 0), ("tree", 64, 0), ("tree", 64, 386), ("causal", 128, 0)]
 """Kinds of calls, their queries, and rows of earlier levels."""
-SMALL = [
-    (64, (4, 2), ("tree", 7, 0), (58, 0)),
-    (64, (3, 1), ("tree", 2, 40), (22, 21)),
-    (128, (2, 2), ("plain", 1, 0), (129, 0)),
-    (64, (4, 2), ("tree", 7, 443), (50, 0)),
-]
+SMALL = covering(
+    [64, 128],
+    [(4, 2), (3, 1), (2, 2)],
+    [("tree", 7, 0), ("tree", 2, 40), ("plain", 1, 0), ("tree", 7, 443)],
+    [(58, 0), (22, 21), (129, 0)],
+    strength=1,
+)
 
 
 def wrong_call(head_dim, heads, size, prefixes, dtype):

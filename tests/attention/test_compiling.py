@@ -82,12 +82,9 @@ def scaling():
         (80, rounding, ("*i8", 127)),
         (80, scaling, ()),
         *(
-            pytest.param(capability, splits, arguments, marks=pytest.mark.slow)
-            for capability, *arguments in covering([80, 90], [64, 128], [1, 24, 64, 204], [*DTYPES])
-        ),
-        *(
-            pytest.param(capability, rotation, arguments, marks=pytest.mark.slow)
-            for capability, *arguments in covering([80, 90], [64, 128, 96], [True, False], [*DTYPES])
+            pytest.param(capability, describe, arguments, marks=pytest.mark.slow)
+            for describe, *axes in ((splits, [64, 128], [1, 24, 64, 204]), (rotation, [64, 128, 96], [True, False]))
+            for capability, *arguments in covering([80, 90], *axes, [*DTYPES])
         ),
     ],
 )

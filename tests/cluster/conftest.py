@@ -14,7 +14,7 @@ from specextend.cluster.progress import Display, Fact, Snapshot
 from specextend.config import RunConfig
 from specextend.core import Values
 from tests.cluster.fakes import FakeEngine
-from tests.job.conftest import kept_handlers
+from tests.job.conftest import kept_handlers, rows
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / ".models" / "tiny-random"
@@ -118,9 +118,9 @@ class Job:
 
 def rows_of(folder):
     """Rows of a folder's files, by document; none may be there twice."""
-    rows = [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
-    by_id = {row["doc_id"]: row for row in rows}
-    assert len(by_id) == len(rows), "a document ended twice"
+    found = rows(folder)
+    by_id = {row["doc_id"]: row for row in found}
+    assert len(by_id) == len(found), "a document ended twice"
     return by_id
 
 

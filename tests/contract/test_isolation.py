@@ -1,7 +1,6 @@
 """Nothing of a request outlives it: not in the next one's tokens, not in caches, however it ended."""
 
 import dataclasses
-import json
 import shutil
 import threading
 
@@ -9,6 +8,7 @@ import pytest
 
 from tests.alive import fresh
 from tests.covering import covering, each_once_then_slow
+from tests.models.conftest import edit_json
 from tests.reference_outputs import tokens_of
 from tests.tiny_models import BACKENDS, CONTEXT_LENGTH, Pair, at_call, of_length, random_prompt, request, tiny_engine
 
@@ -134,7 +134,7 @@ def test_a_failure_of_a_whole_batch_is_raised_and_leaves_an_engine_that_works(bl
     assert not blame or failure.value.request_ids == ["200", "90"]
     del failure  # its traceback holds the frames of the failed step
     before.assert_nothing_is_left(batch=2)
-    assert run(engine, of_length(90, NEW))[0].token_ids == alone(90)
+    assert tokens_of(run(engine, of_length(90, NEW))) == {"90": alone(90)}
 
 
 @pytest.mark.parametrize("draft", ["good", "merged-eagle"])
@@ -147,7 +147,7 @@ def test_closing_the_generator_early_frees_everything(draft, pair, alone):
     assert engine.num_active == 2
     completions.close()
     before.assert_nothing_is_left(batch=3)
-    assert run(engine, of_length(90, NEW))[0].token_ids == alone(90)
+    assert tokens_of(run(engine, of_length(90, NEW))) == {"90": alone(90)}
 
 
 @pytest.mark.parametrize("mode", ["autoregressive", "specextend"])
@@ -201,8 +201,7 @@ def test_one_new_token_needs_no_draft(draft, pair, alone):
 def with_eos(pair, folder, *eos_token_ids):
     """The same pair, whose target names other tokens that end an output."""
     shutil.copytree(pair.target, folder)
-    text = json.dumps({"eos_token_id": list(eos_token_ids)})
-    (folder / "generation_config.json").write_text(text, encoding="utf-8")
+    edit_json(folder / "generation_config.json", eos_token_id=[*eos_token_ids])
     return Pair(str(folder), pair.drafts)
 
 

@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specextend import RunConfig, load_engine
 from tests.covering import covering
-from tests.reference_outputs import generate, tokens_of
+from tests.reference_outputs import generate
 from tests.tiny_models import in_mode, request
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / ".models/SmolLM2-135M-Instruct"
 HEAD = ROOT / "models/smollm2-135m-eagle"
+REPORTS = ROOT / "examples/govreport.parquet"
 SHORT = (440, 470, 900)
 LONG = (470, 900, 3750)
 MAX_NEW_TOKENS = 48
@@ -40,26 +41,16 @@ def processor_flags():
 
 def config_of(*changes):
     """The shipped configuration. Eight chunks of 32: a document of 440 tokens does not fit the draft's view."""
-    return RunConfig.load(
-        ROOT / "configs/smollm2.yaml",
-        [
-            f"input.path={ROOT / 'examples/govreport.parquet'}",
-            f"target.model={TARGET}",
-            "target.dtype=float32",
-            f"draft.model={HEAD}",
-            "cache.top_k_chunks=8",
-            "cache.recent=64",
-            "cache.refresh_every=4",
-            *changes,
-        ],
-    )
+    paths = [f"input.path={REPORTS}", f"target.model={TARGET}", f"draft.model={HEAD}"]
+    own = "target.dtype=float32 cache.top_k_chunks=8 cache.recent=64 cache.refresh_every=4"
+    return RunConfig.load(ROOT / "configs/smollm2.yaml", [*paths, *own.split(), *changes])
 
 
 @pytest.fixture(scope="module")
 def prompts():
     """Wanted length -> the rendered prompt of the shipped report that comes closest to it."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    texts = pq.read_table(ROOT / "examples/govreport.parquet", columns=["text"])["text"].to_pylist()
+    texts = pq.read_table(REPORTS, columns=["text"])["text"].to_pylist()
     asked = [[{"role": "user", "content": f"Summarize.\n\n{text}"}] for text in texts if len(text) < 30_000]
     rendered = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
     return {length: min(rendered, key=lambda ids: abs(len(ids) - length)) for length in {*SHORT, *LONG}}
@@ -76,10 +67,6 @@ def complete(prompts, lengths, max_new_tokens, *changes, keeps_log_probs=False, 
     engine = load_engine(config_of(*changes))
     requests = [request(str(length), prompts[length], max_new_tokens, **sampling) for length in lengths]
     return list(engine.generate([replace(each, keeps_log_probs=keeps_log_probs) for each in requests]))
-
-
-def log_probs_of(completions):
-    return {each.request_id: each.log_probs for each in completions}
 
 
 def by_mode(mode):
@@ -151,6 +138,6 @@ def test_in_bf16_the_tokens_are_those_of_plain_decoding(case, temperature, schem
         **sampling,
     )
     assert sum(each.stats.num_accepted_tokens for each in found) > 0
-    assert tokens_of(found) == tokens_of(plain)
-    assert log_probs_of(found) == log_probs_of(plain)
+    said, expected = ({each.request_id: (each.token_ids, each.log_probs) for each in side} for side in (found, plain))
+    assert said == expected
     assert all(len(each.log_probs) == len(each.token_ids) * keeps for each in found)

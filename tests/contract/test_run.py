@@ -9,7 +9,6 @@ from functools import partial
 
 import pyarrow.parquet as pq
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.contract.columns import ERRORS, SUMMARIES, assert_has
 from tests.job.conftest import (
@@ -224,17 +223,3 @@ def test_a_job_deadline_ends_a_run_as_an_interrupt_does(tmp_path):
     ended = summarize(*arguments, "--output", tmp_path / "out").exits(75)
     assert "job.deadline_s has passed" in ended.stderr
     assert not (tmp_path / "out" / "_SUCCESS").exists()
-
-
-def test_a_model_whose_weights_hold_nan_ends_the_run(tmp_path, summarize_here):
-    """It wrote empty summaries and `!!!!`, `_SUCCESS` and exit 0: every row is an error."""
-    target = shutil.copytree(ROOT / ".models" / "tiny-random" / "target", tmp_path / "target")
-    weights = load_file(target / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
-    save_file(weights, target / "model.safetensors", {"format": "pt"})
-    corpus = write_corpus(tmp_path / "a.parquet", [TEXT, TEXT])
-    output = tmp_path / "out"
-    summarize_here(*on(corpus, output, f"target.model={target}", "input.id_column=null")).exits(3)
-    errors = [(row["error_class"], row["stage"]) for row in rows(output / "errors")]
-    assert errors == [("NonFiniteLogits", "decode")] * 2
-    assert not (output / "_SUCCESS").exists()

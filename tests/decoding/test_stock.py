@@ -14,27 +14,19 @@ from specextend.attention.plan import AttentionPlan, KeySpan, attend_plan
 from specextend.core import Choice
 from specextend.decoding.layers import compiled_kernel
 from specextend.decoding.model import CachedModel, count_work, layers_of
+from specextend.decoding.tree import tree_mask
 from specextend.models.causal_lm import read_facts
 from specextend.models.loading import memory_bytes
 from specextend.proof.family import differences, small_model
 from tests.tiny_models import engine_with, random_prompt, request, tiny_config, tiny_engine, write_family
 
-PARENTS = (-1, -1, 0, 0, 1, 2, 4)
+PARENTS = torch.tensor([[-1, 0, 0, 0, 1, 2, 4]])
 
 
 def small(family, **values):
     """A small random model of a family, with heads of 16 unless `values` say otherwise."""
     config = AutoConfig.for_model(family, **({"head_dim": 16} | values))
     return small_model(config.get_text_config().to_dict())
-
-
-def tree_mask():
-    """[N, N] who sees whom, and the depth of each node."""
-    mask = torch.eye(len(PARENTS), dtype=torch.bool)
-    for node, parent in enumerate(PARENTS):
-        if parent >= 0:
-            mask[node] |= mask[parent]
-    return mask, mask.sum(-1) - 1
 
 
 def seen_by_distance(positions, rows, mask, window):
@@ -51,11 +43,13 @@ def seen_by_distance(positions, rows, mask, window):
 def test_a_window_holds_the_positions_that_are_near(window, lengths, kind):
     """In prompts, trees and plain steps of a batch; rows outside hold NaN, so that whoever reads one shows it."""
     torch.manual_seed(0)
-    mask, depths = tree_mask()
-    if kind not in ("dense", "hybrid"):
+    if kind in ("dense", "hybrid"):
+        [mask] = tree_mask(PARENTS, 3)
+    else:
         num_new = 1 if kind == "plain" else 7
-        mask, depths = torch.ones(num_new, num_new).tril().bool(), torch.arange(num_new)
+        mask = torch.ones(num_new, num_new).tril().bool()
     num_new = len(mask)
+    depths = mask.sum(-1) - 1
     starts = [100 * b for b in range(len(lengths))]
     given_mask = mask.expand(len(lengths), -1, -1) if kind in ("dense", "hybrid") else None
     tree = "hybrid" if kind == "hybrid" else "dense"
