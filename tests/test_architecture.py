@@ -60,7 +60,6 @@ benchmarks/peers.py benchmarks/sources.py benchmarks/gpu_pairs.py specextend/pro
     numba -> specextend/attention/
     llvmlite -> specextend/attention/
     duckdb -> specextend/data/
-    datasets -> specextend/documents/table_rows.py
     pypdfium2 -> specextend/documents/pdf.py
     pypdf -> specextend/documents/pdf.py
     mammoth -> specextend/documents/zipped_xml.py
@@ -71,7 +70,8 @@ benchmarks/peers.py benchmarks/sources.py benchmarks/gpu_pairs.py specextend/pro
     matplotlib -> benchmarks/tables.py
     pandas -> benchmarks/tables.py
     jinja2 -> specextend/report/build.py specextend/data/instructions.py specextend/data/prompts.py
-    pydantic -> specextend/config.py specextend/data/run_folder.py specextend/drafters/ benchmarks/benchmark.py
+    pydantic -> specextend/config.py specextend/data/run_folder.py specextend/documents/batch_requests.py \
+specextend/drafters/ benchmarks/benchmark.py
     yaml -> specextend/config.py specextend/documents/text.py benchmarks/benchmark.py
     click -> specextend/cli/
     regex -> specextend/data/quality.py

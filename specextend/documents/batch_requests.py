@@ -5,15 +5,16 @@ Options that a run has only once, such as the system message, must be equal in a
 
 import json
 import shlex
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
-from specextend.core import ReadOnly, Values
+from specextend.core import Values
 from specextend.data.inputs import InputError
 from specextend.data.parquet import SEALED
 from specextend.data.storage import atomic_output, is_folder, resolve
@@ -22,17 +23,53 @@ from specextend.documents.text import UnreadableError
 
 _COLUMNS = pa.schema([("id", "string"), ("text", "string"), ("max_new_tokens", "int32")])
 _GROUP_ROWS = 64
-URL = "/v1/chat/completions"
-_SHARED = ("temperature", "top_p", "seed", "stop")
+_SHARED = ("temperature", "top_p", "seed")
 _MODEL = "body.model"
-_LIMITS = ("max_tokens", "max_completion_tokens")
-_OWN = ("model", "messages", *_LIMITS)
 _ALWAYS: Values = {
     "input.id_column": "id",
     "input.passthrough": [],
     "input.options_column": "max_new_tokens",
     "prompt.instruction": "{{ document }}",
 }
+
+
+class _Served(BaseModel):
+    """A part of a request. Other fields are refused: they would be ignored."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Part(_Served):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(_Served):
+    role: Literal["system", "developer", "user"]
+    content: list[_Part]
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _in_parts(cls, content: Any) -> Any:
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class _Body(_Served):
+    model: Any = None
+    messages: list[_Message]
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    temperature: Any = None
+    top_p: Any = None
+    seed: Any = None
+    stop: Any = None
+
+
+class _Request(_Served):
+    custom_id: str = Field(min_length=1)
+    method: Literal["POST"]
+    url: Literal["/v1/chat/completions"]
+    body: _Body
 
 
 class BatchRequests:
@@ -70,20 +107,33 @@ class BatchRequests:
     def _read(self, number: int, line: str) -> Values:
         try:
             return self._document(number, line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise InputError(
+                f"{self._path.name}:{number} is not served: {place}: {first['msg']}"
+            ) from error
         except (UnreadableError, ValueError) as error:
             raise InputError(f"{self._path.name}:{number} {error}") from error
 
     def _document(self, number: int, line: str) -> Values:
-        values = _parse(line)
-        body = values["body"]
-        custom_id = values["custom_id"]
-        system, text = _messages(body.get("messages"))
-        stop = body.get("stop")
-        shared = {f"decoding.{name}": body.get(name) for name in _SHARED}
-        shared |= {
-            _MODEL: body.get("model"),
-            "prompt.system": system,
-            "decoding.stop": [stop] if isinstance(stop, str) else stop,
+        request = _Request.model_validate(json_value(line))
+        body = request.body
+        texts = ["".join(part.text for part in each.content) for each in body.messages]
+        if [each.role == "user" for each in body.messages] not in ([True], [False, True]):
+            raise ValueError(
+                "has other messages than one from the user, behind at most one from the system; "
+                "make it so"
+            )
+        limits = {*filter(None, (body.max_tokens, body.max_completion_tokens))}
+        if len(limits) > 1:
+            raise ValueError(
+                "has max_tokens and max_completion_tokens that differ; leave one of them out"
+            )
+        shared = {f"decoding.{name}": getattr(body, name) for name in _SHARED} | {
+            _MODEL: body.model,
+            "prompt.system": texts[0] if len(texts) > 1 else None,
+            "decoding.stop": [body.stop] if isinstance(body.stop, str) else body.stop,
         }
         if self._shared is None:
             self._shared = shared
@@ -94,75 +144,16 @@ class BatchRequests:
                     f"{self._shared[name]!r} in the first request (line "
                     f"{min(self._lines.values())}); put such requests into files of their own"
                 )
-        limit = _limit(body)
         # responses have no other name
-        if (first := self._lines.setdefault(custom_id, number)) != number:
+        if (first := self._lines.setdefault(request.custom_id, number)) != number:
             raise ValueError(
-                f"has the custom_id {custom_id!r} of line {first}; make them different"
+                f"has the custom_id {request.custom_id!r} of line {first}; make them different"
             )
-        return {"id": custom_id, "text": text, "max_new_tokens": limit}
-
-
-def _limit(body: ReadOnly) -> int | None:
-    given = [body[name] for name in _LIMITS if body.get(name) is not None]
-    for limit in given:
-        if type(limit) is not int or limit < 1:
-            raise ValueError(f"has body.max_tokens {limit!r}; make it a whole number from 1")
-    if given and min(given) < max(given):
-        raise ValueError(f"has {' and '.join(_LIMITS)} that differ; leave one of them out")
-    return given[0] if given else None
-
-
-def _parse(line: str) -> Values:
-    values = json_value(line)
-    custom_id = values.get("custom_id") if isinstance(values, dict) else None
-    if not isinstance(custom_id, str) or not custom_id:
-        raise ValueError("has no custom_id; every request needs one, a string")
-    if (values.get("method"), values.get("url")) != ("POST", URL):
-        raise ValueError(f"is not served: method and url must be POST and {URL}")
-    if not isinstance(values.get("body"), dict):
-        raise ValueError("has no body; it holds the messages")
-    _check_keys("the request", values, {"custom_id", "method", "url", "body"})
-    _check_keys("body", values["body"], {*_OWN, *_SHARED})
-    return dict(values)
-
-
-def _check_keys(what: str, values: ReadOnly, known: Collection[str]) -> None:
-    if unknown := values.keys() - known:
-        raise ValueError(f"has {min(unknown)!r} in {what}, which is not served; remove it")
-
-
-def _messages(messages: Any) -> tuple[str | None, str]:
-    for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, dict):
-            _check_keys("a message", message, {"role", "content"})
-    match messages:
-        case [{"role": "user", "content": content}]:
-            return None, _text(content)
-        case [
-            {"role": "system" | "developer", "content": system},
-            {"role": "user", "content": content},
-        ]:
-            return _text(system), _text(content)
-    raise ValueError(
-        "has other body.messages than one from the user, behind at most one from the system; "
-        "make it so"
-    )
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    parts: list[Any] = content if isinstance(content, list) else [None]
-    texts = []
-    for part in parts:
-        match part:
-            case {"type": "text", "text": str(text)}:
-                _check_keys("a part of a message", part, {"type", "text"})
-                texts.append(text)
-            case _:
-                raise ValueError("has a message that is no text; images and sounds are not served")
-    return "".join(texts)
+        return {
+            "id": request.custom_id,
+            "text": texts[-1],
+            "max_new_tokens": max(limits, default=None),
+        }
 
 
 def write_requests(requests: Iterable[Values], output: str, limit: int | None = None) -> int:
@@ -171,16 +162,14 @@ def write_requests(requests: Iterable[Values], output: str, limit: int | None = 
     Raises InputError without requests, or if `output` is a folder.
     """
     place = resolve(output)
-    written = 0
-    rows = islice(requests, limit)
     if is_folder(place):
         raise InputError(
             f"{output} is a folder; name the file to write, such as {output}/requests.parquet"
         )
-    with atomic_output(place) as path, pq.ParquetWriter(path, _COLUMNS, **SEALED) as writer:
-        while group := list(islice(rows, _GROUP_ROWS)):
-            writer.write_table(pa.Table.from_pylist(group, schema=_COLUMNS))
-            written += len(group)
-        if not written:
-            raise InputError("there are no requests to write; give a file that has some")
-    return written
+    rows = [*islice(requests, limit)]
+    if not rows:
+        raise InputError("there are no requests to write; give a file that has some")
+    table = pa.Table.from_pylist(rows, schema=_COLUMNS)
+    with atomic_output(place) as path:
+        pq.write_table(table, path, row_group_size=_GROUP_ROWS, **SEALED)
+    return len(rows)

@@ -62,24 +62,22 @@ def test_requests_become_documents_and_the_settings_of_their_run(tmp_path):
     "message, second",
     {
         "is not JSON": "{",
-        "has no custom_id; every request needs one, a string": line(7, user("x")),
+        "is not served: custom_id: Input should be a valid string": line(7, user("x")),
         "in.jsonl:3 has the custom_id 'a' of line 1; make them different": line("a", user("x")),
-        "must be POST and /v1/chat/completions": line("b", user("x")) | {"url": "/v1/embeddings"},
-        "'tools' in body, which is not served; remove it": line("b", user("x"), tools=[]),
+        "url: Input should be '/v1/chat/completions'": line("b", user("x")) | {"url": "/v1/embeddings"},
+        "is not served: body.tools: Extra inputs are not permitted": line("b", user("x"), tools=[]),
         "body.model would be 'gpt-5' here and is 'gpt-4o-mini' in the first request (line 1)": line(
             "b", user("x"), model="gpt-5"
         ),
         "max_tokens and max_completion_tokens that differ": line("b", user("x"), max_tokens=5, max_completion_tokens=6),
-        "'name' in a message, which is not served": line("b", user("x") | {"name": "Ann"}),
-        "'more' in a part of a message, which is not served": line(
-            "b", user([{"type": "text", "text": "x", "more": 1}])
-        ),
-        "images and sounds are not served": line("b", user([{"type": "image_url"}])),
-        "sounds are not served": line("b", user([{"type": "input_file", "text": "x"}])),
-        "'priority' in the request, which is not served": line("b", user("x")) | {"priority": 1},
+        "body.messages.0.name: Extra inputs": line("b", user("x") | {"name": "Ann"}),
+        "body.messages.0.content.0.more: Extra inputs": line("b", user([{"type": "text", "text": "x", "more": 1}])),
+        "content.0.type: Input should be 'text'": line("b", user([{"type": "image_url"}])),
+        "messages.0.content.0.type: Input should be 'text'": line("b", user([{"type": "input_file", "text": "x"}])),
+        "is not served: priority: Extra inputs": line("b", user("x")) | {"priority": 1},
         "decoding.temperature would be 1 here and is None in the first request": line("b", user("x"), temperature=1),
         "than one from the user, behind at most one from the system": line("b", user("x"), user("y")),
-        "body.max_tokens 0; make it a whole number from 1": line("b", user("x"), max_tokens=0),
+        "body.max_tokens: Input should be greater than 0": line("b", user("x"), max_tokens=0),
         "half of a surrogate pair": line("b", user("\ud83d")),
     }.items(),
 )
