@@ -65,9 +65,12 @@ def test_it_is_as_exact_as_layer_after_layer(models):
     expected = forwards(exact)
     plain = forwards(rounded)
     found = forwards(in_one_call(rounded))
+    ratios = []
     for right, before, after in zip(expected, plain, found, strict=True):
         assert after.shape == right.shape
-        assert (after.float() - right).norm() <= 1.5 * (before.float() - right).norm()
+        ratios.append((after.float() - right).norm() / (before.float() - right).norm())
+    assert max(ratios) < 3, "in a step of one token chance decides, on each processor otherwise"
+    assert sum(ratios) < 1.25 * len(ratios)
 
 
 @pytest.mark.parametrize("is_joined, batch", [(True, 1), (True, 2), (False, 2)])
