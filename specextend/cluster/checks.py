@@ -125,6 +125,8 @@ def check_run(
         RunError: A store or the Hub does not answer.
     """
     output = resolve(config.output.path)
+    if config.input.redo is not None and output.parent.name != REDONE:
+        raise RefusedError("input.redo chooses from the results of a run; give it with --redo")
     check_kinds(output)
     recorded = read_recorded(output)
     begun = _begun_selection(config, recorded)

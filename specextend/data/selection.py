@@ -34,13 +34,7 @@ from specextend.data.parquet import (
     write_table,
 )
 from specextend.data.results import CHOSEN, add_redone
-from specextend.data.run_folder import (
-    REDONE,
-    errors_folder,
-    list_results,
-    selection_file,
-    summaries_folder,
-)
+from specextend.data.run_folder import errors_folder, list_results, selection_file, summaries_folder
 from specextend.data.schema import task_failures
 from specextend.data.source import ChosenRows, Source
 from specextend.data.storage import Location, in_order, list_folders, resolve
@@ -156,8 +150,7 @@ def select_rows(
         counts["not_in_sample"] = _delete(database, f"FROM rows WHERE {_DRAW} > ({bound})")
         _refuse_nothing(database, f"input.sample {options.sample} draws none of {among}")
     if options.redo is not None:
-        if output is None or output.parent.name != REDONE:
-            raise InputError("input.redo chooses from the results of a run; give it with --redo")
+        assert output is not None
         add_redone(database, output.parent.parent, options, source.files, checkpoint)
         counts["not_redone"] = _delete(database, f"FROM rows WHERE id NOT IN ({CHOSEN})")
     if options.except_done_in:
