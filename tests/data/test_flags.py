@@ -97,7 +97,7 @@ def test_rows_that_are_done_again_change_the_flags_of_others(source, output):
     assert unfinished(source, output) == []
 
 
-def test_each_of_several_tasks_is_compared_with_itself(source, output, tmp_path):
+def test_each_of_several_tasks_is_compared_with_itself(source, output):
     """The second task's answers are labels, which no document has: they say nothing about a document, and need not."""
     begin_run(output.path, len(DOCUMENTS))
     manifest = read_manifest(output)

@@ -85,46 +85,45 @@ def test_a_long_page_takes_time_by_its_length(part):
 
 
 @pytest.mark.parametrize(
-    "element, style",
-    {
-        "<p hidden>": "",
-        "<p style='color:red; DISPLAY : none'>": "",
-        "<p style='visibility:hidden'>": "",
-        "<template>": "",
-        "<template shadowrootmode=open>": "",
-        "<noscript>": "",
-        "<dialog>": "",
-        "<p class='a x'>": ".x, #y{display:none}",
-        "<p id=y>": "/*}*/p#y{visibility:hidden}",
-        "<p class=x>": "@media print{p{display:block}}p.x{display:none}",
-    }.items(),
+    "page",
+    [
+        "a<p hidden>{}",
+        "a<p style='color:red; DISPLAY : none'>{}",
+        "a<p style='visibility:hidden'>{}",
+        "a<template>{}</template>",
+        "a<template shadowrootmode=open>{}</template>",
+        "a<noscript>{}</noscript>",
+        "a<dialog>{}</dialog>",
+        "<style>.x, #y{{display:none}}</style>a<p class='a x'>{}",
+        "<style>/*}}*/p#y{{visibility:hidden}}</style>a<p id=y>{}",
+        "<style>@media print{{p{{display:block}}}}p.x{{display:none}}</style>a<p class=x>{}",
+    ],
 )
-def test_what_no_reader_sees_stays_out_and_is_counted(style, element):
+def test_what_no_reader_sees_stays_out_and_is_counted(page):
     """Text for machines is where instructions to a model hide."""
-    page = f"<style>{style}</style>a{element}se cret</p></template></noscript></dialog><p>b"
-    assert seen(page) == ("a\nb", len("secret"))
+    assert seen(page.format("se cret</p>") + "<div>b") == ("a\nb", len("secret"))
 
 
 @pytest.mark.parametrize(
-    "style, element",
+    "page",
     [
-        ("p{display:none}", "<p style='display:block'>"),
-        (".x{display:none}.x.on{display:block}", "<p class='x on'>"),
-        (".x{display:none}@media(min-width:9em){.x{display:block}}", "<p class=x>"),
-        ("@media print{.x{display:none}}@media(max-width:9em){p{display:none}}", "<p class=x>"),
-        (".x{display:none}div:hover .x{display:block}", "<div><p class=x>"),
-        ("body{visibility:hidden}html{display:none}", "<p>"),
-        ("p:hover{display:none} p:::x{display:none} .x{", "<p>"),
-        (".x{visibility:hidden}.x b{visibility:visible}", "<p class=x><b>"),
-        ("", "<p hidden=until-found>"),
-        ("", "<p aria-hidden=true>"),
-        ("", "<details><summary>"),
-        ("", "<dialog open>"),
+        "<style>p{display:none}</style><p style='display:block'>seen",
+        "<style>.x{display:none}.x.on{display:block}</style><p class='x on'>seen",
+        "<style>.x{display:none}@media(min-width:9em){.x{display:block}}</style><p class=x>seen",
+        "<style>@media print{.x{display:none}}@media(max-width:9em){p{display:none}}</style><p class=x>seen",
+        "<style>.x{display:none}div:hover .x{display:block}</style><div><p class=x>seen",
+        "<style>body{visibility:hidden}html{display:none}</style><p>seen",
+        "<style>p:hover{display:none} p:::x{display:none} .x{</style><p>seen",
+        "<style>.x{visibility:hidden}.x b{visibility:visible}</style><p class=x><b>seen",
+        "<p hidden=until-found>seen",
+        "<p aria-hidden=true>seen",
+        "<details><summary>seen",
+        "<dialog open>seen",
     ],
 )
-def test_what_some_reader_sees_stays(style, element):
+def test_what_some_reader_sees_stays(page):
     """A page for wide screens, a menu that opens, and one that its script shows are content."""
-    assert seen(f"<style>{style}</style>{element}seen") == ("seen", 0)
+    assert seen(page) == ("seen", 0)
 
 
 @pytest.mark.parametrize(

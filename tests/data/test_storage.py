@@ -1,6 +1,5 @@
 """A file is there whole or not at all, on every file system."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -62,16 +61,15 @@ def test_the_path_of_a_uri_is_taken_as_it_is_written(scheme, parameters, key):
     assert resolve(path_below(uri, "a/b")).path == f"bucket/{key}/a/b"
 
 
-@dataclass(eq=False)
-class Gate:
-    """Shuts after so many checks."""
+def gate(num_open):
+    """A check that fails after so many times."""
+    times = iter(range(num_open))
 
-    num_open: int
-
-    def __call__(self):
-        self.num_open -= 1
-        if self.num_open < 0:
+    def check():
+        if next(times, None) is None:
             raise PermissionError("the folder is somebody else's by now")
+
+    return check
 
 
 def write_through(location):
@@ -91,9 +89,9 @@ CHANGES = {
 def test_nothing_changes_behind_a_gate_that_is_shut(folder, change, num_open):
     """Whoever lost its folder while it wrote a file must not give it its name; all writers pass the one gate."""
     write_bytes(folder.child("a", "file"), b"old")
-    gate = Gate(num_open if change != "delete" else 0)
+    guarded = folder.behind(gate(num_open if change != "delete" else 0))
     with pytest.raises(PermissionError):
-        CHANGES[change](folder.behind(gate).child("a", "file"))
+        CHANGES[change](guarded.child("a", "file"))
     assert read_bytes(folder.child("a", "file")) == b"old"
     assert list_files(folder.child("a")) == ["file"]
     remove_temporary_files(folder.child("a"))

@@ -121,7 +121,7 @@ def test_the_page_leads_with_what_the_texts_are_worth(report):
     assert "<h2>Slowest documents</h2>" in folded
 
 
-def test_each_sentence_with_a_source_is_a_link_to_its_passages(page, report):
+def test_each_sentence_with_a_source_is_a_link_to_its_passages(page):
     """Nothing else in the page says where a text comes from."""
     places = [f"#{values['id']}" for _, values in page.elements if values.get("class") == "sources"]
     assert len({*places}.intersection(page.values("href", "a"))) == len(places) > 0
