@@ -45,9 +45,16 @@ def output(tmp_path_factory):
     return output
 
 
-def draw(output, to, more="", rows=40):
-    specextend(f"export {output} --sample {rows} --to {to} {more}").exits(0)
-    return pq.read_table(to) if to.suffix == ".parquet" else pa_csv.read_csv(to, parse_options=LINES)
+@pytest.fixture
+def draw(output, tmp_path):
+    """Draw a sample of the run."""
+
+    def draw(more="--by flags", rows=40, name="a.parquet"):
+        specextend(f"export {output} --sample {rows} --to {tmp_path}/{name} {more}").exits(0)
+        to = tmp_path / name
+        return pq.read_table(to) if to.suffix == ".parquet" else pa_csv.read_csv(to, parse_options=LINES)
+
+    return draw
 
 
 LINES = pa_csv.ParseOptions(newlines_in_values=True)
@@ -76,9 +83,9 @@ def reviewed(output, file):
     return read_json(output / "report.json")["reviewed"]
 
 
-def test_a_sample_has_rows_of_every_flag_and_is_drawn_again_as_it_was(output, tmp_path):
+def test_a_sample_has_rows_of_every_flag_and_is_drawn_again_as_it_was(draw):
     """A row with several flags counts for its rarest one; weights say for how many answers of the run a row stands."""
-    table = draw(output, tmp_path / "a.parquet", "--by flags")
+    table = draw()
     rows = table.to_pylist()
     assert table.column_names[:3] == ["verdict", "doc_id", "summary"]
     assert {"sources", "quality_flags"} <= {*table.column_names}
@@ -89,17 +96,17 @@ def test_a_sample_has_rows_of_every_flag_and_is_drawn_again_as_it_was(output, tm
     for row in rows:
         assert row["weight"] == SIZES[row["stratum"]] / taken[row["stratum"]]
         assert row["stratum"] in (row["quality_flags"] or ["no flag"])
-    again = draw(output, tmp_path / "b.parquet", "--by flags")
+    again = draw(name="b.parquet")
     assert again == table
-    larger = draw(output, tmp_path / "c.parquet", "--by flags", rows=80)
+    larger = draw(rows=80, name="c.parquet")
     assert {*table["doc_id"].to_pylist()} < {*larger["doc_id"].to_pylist()}
-    plain = draw(output, tmp_path / "d.parquet").to_pylist()
+    plain = draw("", name="d.parquet").to_pylist()
     assert {(row["stratum"], row["weight"]) for row in plain} == {("all", 10.0)}
 
 
 @pytest.mark.parametrize("by", ["--by flags", ""])
-def test_verdicts_say_how_often_flags_are_right_and_what_share_of_the_run_is_good(output, tmp_path, by):
-    table = draw(output, tmp_path / "a.parquet", by)
+def test_verdicts_say_how_often_flags_are_right_and_what_share_of_the_run_is_good(draw, output, tmp_path, by):
+    table = draw(by)
     rows = table.to_pylist()[3:]
     found = reviewed(output, judged(table, tmp_path / "judged.parquet", spell=("Yes", " NO "), empty=3))
     assert (found["rows"], found["without_verdict"], found["answers"]) == (40, 3, NUM_ROWS)
@@ -121,9 +128,9 @@ def test_verdicts_say_how_often_flags_are_right_and_what_share_of_the_run_is_goo
     assert specextend(f"report {output}").exits(0).stderr == ""
 
 
-def test_a_group_without_a_verdict_leaves_the_share_of_the_run_unknown(output, tmp_path):
+def test_a_group_without_a_verdict_leaves_the_share_of_the_run_unknown(draw, output, tmp_path):
     """Flagged answers alone were judged, all bad, and the page said that nothing of the run is good."""
-    rows = draw(output, tmp_path / "a.parquet", "--by flags").to_pylist()
+    rows = draw().to_pylist()
     verdicts = ["bad" if row["quality_flags"] else None for row in rows]
     columns = {name: [*(row[name] for row in rows), None, None] for name in READ}
     pa_csv.write_csv(pa.table(columns | {"verdict": [*verdicts, None, None]}), tmp_path / "judged.csv")
@@ -133,9 +140,9 @@ def test_a_group_without_a_verdict_leaves_the_share_of_the_run_unknown(output, t
     assert "some groups of the sample have no verdict yet" in (output / "report.html").read_text()
 
 
-def test_a_run_that_was_read_whole_is_known_without_an_interval(output, tmp_path):
+def test_a_run_that_was_read_whole_is_known_without_an_interval(draw, output, tmp_path):
     """As is each stratum that was."""
-    table = draw(output, tmp_path / "a.parquet", "--by flags", rows=1000)
+    table = draw(rows=1000)
     found = reviewed(output, judged(table, tmp_path / "judged.parquet", spell=(1.0, 0.0)))
     truth = fmean(map(is_good, table.to_pylist()))
     assert found["good"]["share"] == pytest.approx(truth)
@@ -144,10 +151,10 @@ def test_a_run_that_was_read_whole_is_known_without_an_interval(output, tmp_path
 
 
 @pytest.mark.parametrize("delimiter", [";", ","])
-def test_a_spreadsheet_may_save_the_file_in_its_own_way(output, tmp_path, delimiter):
+def test_a_spreadsheet_may_save_the_file_in_its_own_way(draw, output, tmp_path, delimiter):
     """With semicolons, a mark of UTF-8, and the quotes before what would be a formula."""
     path = tmp_path / "a.csv"
-    table = draw(output, path, "--by flags --spreadsheet-safe", rows=1000)
+    table = draw("--by flags --spreadsheet-safe", 1000, path.name)
     verdicts = [int(doc_id != "'=doc 1000") for doc_id in table["doc_id"].to_pylist()]
     table = table.set_column(0, "verdict", pa.array(verdicts))
     pa_csv.write_csv(table, path, pa_csv.WriteOptions(delimiter=delimiter))
@@ -168,9 +175,9 @@ def test_a_spreadsheet_may_save_the_file_in_its_own_way(output, tmp_path, delimi
         ("stratum", None, "is no sample of `export --sample`"),
     ],
 )
-def test_a_file_that_is_no_review_of_this_run_is_refused_in_one_line(output, tmp_path, column, values, said):
+def test_a_file_that_is_no_review_of_this_run_is_refused_in_one_line(draw, output, tmp_path, column, values, said):
     """A verdict on another text, or one that was not understood, would be counted in silence."""
-    columns = draw(output, tmp_path / "a.parquet", "--by flags").select(READ).to_pydict()
+    columns = draw().select(READ).to_pydict()
     columns["verdict"] = ["good"] * 40
     if values is None:
         del columns[column]
