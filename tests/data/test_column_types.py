@@ -19,23 +19,21 @@ NUM_ROWS = 700
 """More than one batch of reading, so that values of two batches must fit together."""
 GROUP_ROWS = 300
 
-NESTED = pa.struct(
-    [("title", pa.string()), ("tags", pa.list_(pa.struct([("name", pa.large_string()), ("at", pa.int8())])))]
-)
+NESTED = pa.struct([("title", "string"), ("tags", pa.list_(pa.struct([("name", "large_string"), ("at", "int8")])))])
 
 COLUMNS = {
-    "string": (pa.string(), [f"text {row}" for row in range(NUM_ROWS)]),
-    "dictionary": (pa.dictionary(pa.int32(), pa.string()), ["a category", "another"]),
-    "small_dictionary": (pa.dictionary(pa.int8(), pa.large_string()), [f"{row // 3}" for row in range(NUM_ROWS)]),
-    "column.with.dots": (pa.string(), ["a text"]),
-    "binary": (pa.binary(), [b"\x00\xff"]),
-    "uint64": (pa.uint64(), [2**64 - 1, 0]),
+    "string": ("string", [f"text {row}" for row in range(NUM_ROWS)]),
+    "dictionary": (pa.dictionary("int32", "string"), ["a category", "another"]),
+    "small_dictionary": (pa.dictionary("int8", "large_string"), [f"{row // 3}" for row in range(NUM_ROWS)]),
+    "column.with.dots": ("string", ["a text"]),
+    "binary": ("binary", [b"\x00\xff"]),
+    "uint64": ("uint64", [2**64 - 1, 0]),
     "decimal": (pa.decimal128(20, 3), [Decimal("0.125")]),
     "timestamp": (pa.timestamp("us", "Europe/Berlin"), [datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)]),
     "fixed_size_list": (pa.list_(pa.float32(), 3), [[1, 2, 3]]),
-    "map": (pa.map_(pa.string(), pa.int64()), [[("key", 1)]]),
+    "map": (pa.map_("string", "int64"), [[("key", 1)]]),
     "nested": (NESTED, [{"title": "t", "tags": [{"name": "n", "at": 1}] * 2}, {"title": "u", "tags": []}]),
-    "nothing": (pa.null(), [None]),
+    "nothing": ("null", [None]),
 }
 """Values of a type, which are repeated."""
 
@@ -63,21 +61,21 @@ def test_passthrough_keeps_types_and_values(write, summaries_of):
         for name, (_, given) in COLUMNS.items()
     }
     groups = [slice(begin, begin + GROUP_ROWS) for begin in range(0, NUM_ROWS, GROUP_ROWS)]
-    kinds = {"text": pa.string()} | {name: kind for name, (kind, _) in COLUMNS.items()}
+    kinds = {"text": "string"} | {name: kind for name, (kind, _) in COLUMNS.items()}
     values["text"] = values["string"]
     columns = {name: pa.chunked_array([values[name][each] for each in groups], kinds[name]) for name in kinds}
     path = write("a.parquet", columns, GROUP_ROWS)
     source = opened(path, passthrough=tuple(COLUMNS))
     [written] = summaries_of(source)
     for name in COLUMNS:
-        kind = pa.string() if name == "nothing" else pq.read_table(path, columns=[name])[name].type
+        kind = "string" if name == "nothing" else pq.read_table(path, columns=[name])[name].type
         assert written[name].type == kind, name
         assert written[name].to_pylist() == values[name], name
 
 
 ENCODINGS = ["PLAIN", "RLE_DICTIONARY", "DELTA_BYTE_ARRAY"]
-FLAT = [pa.large_string(), pa.string_view(), pa.json_(pa.string())]
-DICTIONARIES = [pa.dictionary(pa.int32(), pa.string()), pa.dictionary(pa.int8(), pa.large_string())]
+FLAT = ["large_string", "string_view", pa.json_(pa.string())]
+DICTIONARIES = [pa.dictionary("int32", "string"), pa.dictionary("int8", "large_string")]
 
 
 @pytest.mark.parametrize("kind, encoding", [*product(FLAT, ENCODINGS), *product(DICTIONARIES, ENCODINGS[:2])])
@@ -133,20 +131,20 @@ S, L, V = pa.string(), pa.large_string(), pa.string_view()
 NOON = datetime.datetime(2026, 1, 1, 12)
 JOINED = {
     "views": ([V, S], "x", S),
-    "dictionaries": ([pa.dictionary(pa.int8(), S), pa.dictionary(pa.int32(), S), S], "x", S),
-    "dictionary of integers": ([pa.dictionary(pa.int8(), pa.int64()), pa.int32()], 3, pa.int64()),
-    "bytes": ([pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(1)], b"x", pa.large_binary()),
-    "integers and floats": ([pa.int64(), pa.float32(), pa.float64()], 7, pa.float64()),
+    "dictionaries": ([pa.dictionary("int8", S), pa.dictionary("int32", S), S], "x", S),
+    "dictionary of integers": ([pa.dictionary("int8", "int64"), "int32"], 3, "int64"),
+    "bytes": (["binary", "large_binary", "binary_view", pa.binary(1)], b"x", "large_binary"),
+    "integers and floats": (["int64", "float32", "float64"], 7, "float64"),
     "units of time": (utc("s", "us", "ms"), NOON, pa.timestamp("us")),
     "zones": (utc("us Europe/Berlin", "ms UTC"), NOON.replace(tzinfo=datetime.UTC), *utc("us Europe/Berlin")),
     "decimals": ([pa.decimal128(5, 2), pa.decimal128(9, 1)], Decimal("1.5"), pa.decimal128(10, 2)),
     "lists": ([pa.list_(V), pa.large_list(L), pa.list_(S, 1)], ["x"], pa.large_list(L)),
     "structs": (
-        [pa.struct([("a", pa.int32()), ("b", V)]), pa.struct([("b", L), ("a", pa.int64())])],
+        [pa.struct([("a", "int32"), ("b", V)]), pa.struct([("b", L), ("a", "int64")])],
         {"a": 1, "b": "x"},
-        pa.struct([("a", pa.int64()), ("b", L)]),
+        pa.struct([("a", "int64"), ("b", L)]),
     ),
-    "nothing": ([pa.null(), pa.list_(S), pa.null()], None, pa.list_(S)),
+    "nothing": (["null", pa.list_(S), "null"], None, pa.list_(S)),
 }
 
 
@@ -170,7 +168,7 @@ def test_types_that_have_room_in_one_are_joined(tmp_path, write, summaries_of, n
         ([Decimal("0.1")], [0.1]),
         ([NOON], [NOON.replace(tzinfo=datetime.UTC)]),
         ([2**53 + 1], [0.5]),
-        (pa.array([2**64 - 1], pa.uint64()), [-1]),
+        (pa.array([2**64 - 1], "uint64"), [-1]),
         (YEARS, pa.array([1] * 4, pa.timestamp("ns"))),
     ],
 )

@@ -41,14 +41,14 @@ TABLE = pa.table(
     {
         "lang": pa.array(["en", "de", None, "en"]).dictionary_encode(),
         "pages": [1, 2, 3, None],
-        "day": pa.array([20000, 20001, 20002, None], pa.date32()),
+        "day": pa.array([20000, 20001, 20002, None], "date32"),
         "public": [True, False, True, None],
         "since": pa.array([0, 1, 2, None], pa.timestamp("s", "Europe/Berlin")),
         "uuid": pa.array([b"\x12" * 16, None, None, None], pa.uuid()),
-        "a b": pa.array(["x", "y", "z", "x"], pa.string_view()),
+        "a b": pa.array(["x", "y", "z", "x"], "string_view"),
         "meta": [{"land": "fr", "at": {"page": 1}}, {"land": "it", "at": None}, None, {"land": None, "at": None}],
-        "half": pa.array([1, 2, 3, 4], pa.float16()),
-        "broken": pa.array([b"a", b"\xff", b"b", b"c"]).view(pa.string()),
+        "half": pa.array([1, 2, 3, 4], "float16"),
+        "broken": pa.array([b"a", b"\xff", b"b", b"c"]).view("string"),
     }
 )
 

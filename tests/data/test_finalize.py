@@ -29,7 +29,7 @@ from tests.properties.rows import done, failed
 def source(tmp_path, write):
     """Three files of 3, 0 and 2 rows."""
     write("in/a.parquet", {"text": ["x"] * 3, "topic": [[{"name": "a0"}], None, []], "n": [0, 1, 2]})
-    write("in/b.parquet", {"text": pa.array([], pa.string()), "topic": [], "n": []})
+    write("in/b.parquet", {"text": pa.array([], "string"), "topic": [], "n": []})
     write("in/c.parquet", {"text": ["x"] * 2, "topic": [None, None], "n": [3, 4]})
     return opened(tmp_path / "in", passthrough=("n", "topic"))
 
@@ -121,7 +121,7 @@ def test_the_end_of_a_run_reads_each_commit_once(tmp_path, write):
     assert requests[1] - requests[0] == 2 * 40, "its size is asked for, and then it is read"
 
 
-SCHEMA = pa.schema([("file", pa.int32()), ("row", pa.int64()), ("text", pa.string())])
+SCHEMA = pa.schema([("file", "int32"), ("row", "int64"), ("text", "string")])
 
 
 def text_of(file, row):

@@ -116,11 +116,11 @@ def write_two_gigabytes(path, group_rows):
     """2,100 documents of a megabyte, stored as they are: the file is as large as its text."""
     filling = os.urandom(MIB // 2).hex()
     with pq.ParquetWriter(
-        path, pa.schema([("a.text", pa.large_string())]), compression="none", use_dictionary=False
+        path, pa.schema([("a.text", "large_string")]), compression="none", use_dictionary=False
     ) as writer:
         for begin in range(0, 2100, group_rows):
             text = [f"{row:09d} {filling}" for row in range(begin, min(begin + group_rows, 2100))]
-            writer.write_table(pa.table({"a.text": pa.array(text, pa.large_string())}), row_group_size=group_rows)
+            writer.write_table(pa.table({"a.text": pa.array(text, "large_string")}), row_group_size=group_rows)
 
 
 @pytest.mark.slow

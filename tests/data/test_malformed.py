@@ -100,7 +100,7 @@ def error_of(data):
 
 def test_odd_text_is_kept_to_the_last_byte_or_is_an_error_row(write, plain_tokenizer):
     """The plan and the worker must agree on each, or a row is counted that nobody does."""
-    source = opened(write("odd.parquet", {"text": pa.array(ODD_TEXTS).cast(pa.string(), safe=False)}))
+    source = opened(write("odd.parquet", {"text": pa.array(ODD_TEXTS).cast("string", safe=False)}))
     prompts = Prompts(plain_tokenizer, PromptOptions(instruction="Summarize."), 500)
     for scanned, data in zip(source.scan(), ODD_TEXTS, strict=True):
         found = outcome(source, scanned.key.row)

@@ -18,7 +18,7 @@ from specextend.data.source import open_source
 from tests.data.conftest import input_error, opened, row_error, row_of
 from tests.refused import refused
 
-NOT_UTF8 = pa.array([b"\xff\xfe"]).cast(pa.string(), safe=False)
+NOT_UTF8 = pa.array([b"\xff\xfe"]).cast("string", safe=False)
 
 
 def run_error(path, **options):
@@ -44,10 +44,10 @@ def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path, write
 @pytest.mark.parametrize(
     "id_, kind, expected",
     [
-        (7, pa.int64(), "7"),
-        (2**64 - 1, pa.uint64(), "18446744073709551615"),
-        ("a", pa.string(), "a"),
-        ("a", pa.dictionary(pa.int8(), pa.string()), "a"),
+        (7, "int64", "7"),
+        (2**64 - 1, "uint64", "18446744073709551615"),
+        ("a", "string", "a"),
+        ("a", pa.dictionary("int8", "string"), "a"),
         (10**30, pa.decimal128(38, 0), f"1{'0' * 30}"),
         (b"\xab" * 16, pa.uuid(), "abababab-abab-abab-abab-abababababab"),
     ],
@@ -172,7 +172,7 @@ def test_a_column_of_nulls_alone_costs_its_rows_and_no_more(write):
     assert [row.error_class for row in source.scan()] == ["NullText"]
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
+@pytest.mark.parametrize("kind", ["string", "string_view", pa.dictionary("int32", "string")])
 def test_a_row_may_have_a_reference(write, kind):
     """It is compared with the summary, so a null or a character that is broken costs the document nothing."""
     references = pa.concat_arrays([pa.array(["first", None]), NOT_UTF8]).cast(kind, safe=False)
@@ -183,7 +183,7 @@ def test_a_row_may_have_a_reference(write, kind):
 
 def test_a_limit_beyond_every_length_is_an_error_row(write):
     """An unsigned column holds what no signed one takes."""
-    path = write("in.parquet", {"text": ["a b", "c"], "n": pa.array([(1 << 64) - 1, 7], pa.uint64())})
+    path = write("in.parquet", {"text": ["a b", "c"], "n": pa.array([(1 << 64) - 1, 7], "uint64")})
     source = opened(path, options_column="n")
     assert [row.error_class for row in source.scan()] == ["BadMaxNewTokens", None]
     with row_error("BadMaxNewTokens: max_new_tokens must be at least 1 and at most 2\\^40"):

@@ -198,7 +198,7 @@ def wait_for(condition, what):
 
 def write_corpus(path, texts, **columns):
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"text": pa.array(texts, pa.string()), **columns}), path, row_group_size=4)
+    pq.write_table(pa.table({"text": pa.array(texts, "string"), **columns}), path, row_group_size=4)
     return path
 
 

@@ -37,7 +37,7 @@ def source_of(folder, sizes):
     """Files of so many rows, with a number to be passed through."""
     folder.mkdir(parents=True)
     for file, size in enumerate(sizes):
-        columns = {"text": pa.array(["x"] * size, pa.string()), "n": pa.array(range(size), pa.int64())}
+        columns = {"text": pa.array(["x"] * size, "string"), "n": pa.array(range(size), "int64")}
         pq.write_table(pa.table(columns), folder / f"{file}.parquet", row_group_size=3)
     return open_source(InputOptions(path=str(folder), passthrough=("n",)))
 

@@ -48,7 +48,7 @@ def record(run, name, **start):
 
 def test_summaries_alone_give_the_same_figures(run, tmp_path):
     """What is left of a run when its commits have been cleared away; which start did what is then unknown."""
-    schema = SUMMARY_SCHEMA.append(pa.field("title", pa.string()))
+    schema = SUMMARY_SCHEMA.append(pa.field("title", "string"))
     write_part(tmp_path / "copy" / "summaries", pa.Table.from_pylist(DONE, schema=schema))
     copied = build_report(str(tmp_path / "copy"))
     original = build_report(run)

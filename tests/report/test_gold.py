@@ -113,7 +113,7 @@ def test_an_answer_is_right_by_its_value_whatever_the_type_of_the_right_one(
     assert (found and found["right"]) == expected
 
 
-@pytest.mark.parametrize("kind", [pa.binary(), pa.time32("s"), pa.duration("s"), pa.list_(pa.string())])
+@pytest.mark.parametrize("kind", ["binary", pa.time32("s"), pa.duration("s"), pa.list_(pa.string())])
 def test_right_answers_of_types_that_cannot_be_compared_are_refused_by_name(kind):
     columns = text_columns({"output": {"schema": SCHEMA}})
     with pytest.raises(ValueError, match=r"input.gold: known is .*, but only"):
