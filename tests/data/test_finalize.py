@@ -109,7 +109,7 @@ def test_the_end_of_a_run_reads_each_commit_once(tmp_path, write):
     for num_parts in (20, 60):
         store = SimulatedStore(latency_s=0.0)
         figures = RunFigures()
-        output = Location(fs.PyFileSystem(store), str(tmp_path / f"output-{num_parts}"))
+        output = Location(fs.PyFileSystem(store), f"{tmp_path}/output-{num_parts}")
         writer = CommitWriter(output, "0000000a")
         for part in range(num_parts):
             writer.commit([done(DocumentKey(0, row)) for row in range(part, 60, num_parts)])

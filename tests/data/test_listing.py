@@ -14,7 +14,7 @@ def test_a_folder_is_searched_in_path_order_without_hidden_and_other_files(tmp_p
         write(f"in/{name}", {"text": ["x"]})
     (tmp_path / "in" / "README.md").write_text("not data")
     names = ("C.PARQUET", "a/z.pq", "b.parquet", "c.gz.parquet", "d.parq")
-    assert list_input(str(tmp_path / "in")).relative_paths == names
+    assert list_input(f"{tmp_path}/in").relative_paths == names
 
 
 def test_files_that_are_not_read_are_counted_by_what_they_end_in(tmp_path, write):
@@ -40,7 +40,7 @@ def test_files_that_are_not_read_are_counted_by_what_they_end_in(tmp_path, write
     assert opened(f"{tmp_path}/in/*.parquet").warning == ""
     (tmp_path / "in" / "a.parquet").unlink()
     with input_error(r"in .parquet, .pq, .parq, only 2 .jsonl, .*specextend prepare documents .*in --output FOLDER"):
-        list_input(str(tmp_path / "in"))
+        list_input(f"{tmp_path}/in")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_input_and_output_must_be_apart(tmp_path, write, path, output, message):
     write("in/sub/b.parquet", {"text": ["x"]})
     (tmp_path / "link").symlink_to(tmp_path / "in")
     with input_error(message):
-        open_source(InputOptions(path=str(tmp_path / path)), OutputOptions(path=str(tmp_path / output)))
+        open_source(InputOptions(path=f"{tmp_path}/{path}"), OutputOptions(path=f"{tmp_path}/{output}"))
 
 
 TABLES = {

@@ -26,7 +26,7 @@ def corpus(tmp_path, write):
         ids = [f"{lang}{row}" for row in range(5)]
         columns = {"id": ids, "text": [f"text of {each}" for each in ids], "pages": [*range(5)]}
         write(f"in/lang={lang}/year=202{number}/a.parquet", columns)
-    return lambda **options: InputOptions(path=str(tmp_path / "in"), id_column="id", **options)
+    return lambda **options: InputOptions(path=f"{tmp_path}/in", id_column="id", **options)
 
 
 def ids_of(source):
@@ -155,7 +155,7 @@ def rewrite(path, **changed):
 def test_a_night_does_what_is_new_or_changed_and_nothing_else(corpus, tmp_path, write):
     """Rows are found by id, in whichever file they are by now, and compared by content; errors are tried again."""
     nights = [location(tmp_path / "out" / str(number)) for number in range(4)]
-    options = corpus(except_done_in=(str(tmp_path / "out" / "*"),), passthrough=("lang", "pages"))
+    options = corpus(except_done_in=(f"{tmp_path}/out/*",), passthrough=("lang", "pages"))
     first = night(options, nights[0], failing="de3")
     assert counts_of(first) == [0, 0, 10, 10]
     rewrite(tmp_path / "in/lang=en/year=2021/a.parquet", en1="another text")
@@ -179,7 +179,7 @@ def test_a_night_does_what_is_new_or_changed_and_nothing_else(corpus, tmp_path, 
 
 def test_a_row_that_would_fail_again_waits_until_it_changes(corpus, tmp_path):
     """An empty text counted as new, and as a failure, every night."""
-    options = corpus(except_done_in=(str(tmp_path / "out" / "*"),))
+    options = corpus(except_done_in=(f"{tmp_path}/out/*",))
     night(options, location(tmp_path / "out" / "0"), failing="de3", retryable=False)
     rewrite(tmp_path / "in/lang=de/year=2020/a.parquet", de1="another text")
     assert ids_of(night(options, location(tmp_path / "out" / "1"))) == ["de1"]
@@ -192,7 +192,7 @@ def test_only_files_that_were_written_since_are_read(corpus, tmp_path):
 
     Whoever changes a file and sets its old time again, byte for byte of the same size, is not found out.
     """
-    options = corpus(except_done_in=(str(tmp_path / "out"),))
+    options = corpus(except_done_in=(f"{tmp_path}/out",))
     file = tmp_path / "in/lang=de/year=2020/a.parquet"
     pq.write_table(pq.read_table(file, partitioning=None), file, compression="none")
     night(options, location(tmp_path / "out"))
@@ -207,7 +207,7 @@ def test_only_files_that_were_written_since_are_read(corpus, tmp_path):
 
 def test_rows_stay_those_of_the_first_start(corpus, tmp_path, write):
     """A night that is resumed must not take in what has arrived since, nor drop what another run has done since."""
-    options = corpus(except_done_in=(str(tmp_path / "out-*"),))
+    options = corpus(except_done_in=(f"{tmp_path}/out-*",))
     output = location(tmp_path / "out-1")
     source = night(options, output)
     manifest = manifest_of(source)
@@ -226,8 +226,8 @@ def test_an_earlier_output_must_be_one(corpus, tmp_path):
     manifest = manifest_of(open_source(corpus()))
     own = location(tmp_path / "own")
     with input_error("is not an output folder"):
-        find_earlier([str(tmp_path / "typo")], own, manifest)
-    assert find_earlier([str(tmp_path / "night-*")], own, manifest) == ([], ())
+        find_earlier([f"{tmp_path}/typo"], own, manifest)
+    assert find_earlier([f"{tmp_path}/night-*"], own, manifest) == ([], ())
     write_manifest(location(tmp_path / "night-1"), manifest)
-    _, notes = find_earlier([str(tmp_path / "night-*")], own, manifest)
+    _, notes = find_earlier([f"{tmp_path}/night-*"], own, manifest)
     assert notes == (f"not counted as done: rows of {tmp_path}/night-1, which is not finished",)

@@ -22,7 +22,7 @@ from specextend.data.storage import (
 def folder(request, tmp_path):
     """A local folder, and the same through a file system that has no local paths."""
     if request.param == "local":
-        return resolve(str(tmp_path / "folder"))
+        return resolve(f"{tmp_path}/folder")
     return Location(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "folder")
 
 

@@ -163,7 +163,7 @@ def test_a_configuration_is_begun_for_somebodys_columns(here):
     config = RunConfig.load("mine.yaml")
     assert config.input.text_column == "body"
     assert config.input.id_column == "doc_id"
-    assert config.output.path == str(here / "out" / "my data")
+    assert config.output.path == f"{here}/out/my data"
     assert specextend("plan --config mine.yaml").stdout.startswith("3 of 3 rows to do")
     again = specextend("init 'my data' --to mine.yaml")
     assert again.line() == "error: mine.yaml exists already; name another file with --to"
@@ -193,7 +193,7 @@ def test_the_first_night_leaves_out_what_the_first_run_has_done(here):
     earlier = [RunConfig.load("first.yaml"), RunConfig.load("night.yaml", run_date=date(2026, 1, 31))]
     [done] = RunConfig.load("night.yaml", run_date=date(2026, 2, 1)).input.except_done_in
     outputs = [run.output.path for run in earlier]
-    assert outputs == [str(here / "out" / "in"), str(here / "out" / "in-2026-01-31")]
+    assert outputs == [f"{here}/out/in", f"{here}/out/in-2026-01-31"]
     assert fnmatch.filter(outputs, done) == outputs
 
 
@@ -202,8 +202,8 @@ def test_a_shipped_pair_brings_no_paths_where_somebody_has_their_own(here):
     (here / "mine.yaml").write_text("input: {path: in, text_column: body}\noutput: {path: out}\n")
     for order in (["mine.yaml", "tiny-random"], ["tiny-random", "mine.yaml"]):
         config = RunConfig.load(order, ["input.id_column=null"])
-        assert config.input.path == str(here / "in")
-        assert config.output.path == str(here / "out")
+        assert config.input.path == f"{here}/in"
+        assert config.output.path == f"{here}/out"
         assert config.input.text_column == "body"
         assert config.decoding.max_new_tokens == 24
     (here / "ids.yaml").write_text("input: {id_column: key}\n")

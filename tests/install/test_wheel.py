@@ -43,7 +43,7 @@ def command(wheel, tmp_path_factory):
     venv.create(folder, with_pip=False, symlinks=True)
     [packages] = folder.glob("lib/python*/site-packages")
     (packages / "shared.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")  # whose own .pth files do not count
-    python = str(folder / "bin" / "python")
+    python = f"{folder}/bin/python"
     subprocess.run([*PIP, "--python", python, "install", *ALONE, str(wheel)], check=True, timeout=LONGEST_S)
     return folder / "bin" / "specextend"
 
@@ -55,7 +55,7 @@ def call(command, folder, *arguments):
         models.parent.mkdir(parents=True)
         models.symlink_to(models_folder())
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    variables |= {"XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    variables |= {"XDG_CACHE_HOME": f"{folder}/cache", "HF_HUB_OFFLINE": "1"}
     return ran(command, *arguments, cwd=folder, env=variables)
 
 

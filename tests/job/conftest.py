@@ -29,7 +29,7 @@ AT_ONCE_S = 0.01
 """Seconds that a row waits for its commit where each is to have one of its own."""
 LONGEST_S = 600
 """Far more than anything takes, also on a slow machine with much else to do."""
-DYING_DRIVER = str(ROOT / "tests" / "faults" / "dying_driver.py")
+DYING_DRIVER = f"{ROOT}/tests/faults/dying_driver.py"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def text_of(path):
 
 
 def command(*arguments):
-    return [sys.executable, str(ROOT / "jobs" / "summarize.py"), *arguments]
+    return [sys.executable, f"{ROOT}/jobs/summarize.py", *arguments]
 
 
 def dying_command(death, part, *arguments):
@@ -141,7 +141,7 @@ def kept_handlers():
 
 def in_process(script, *arguments):
     """Run a script of `jobs/` in this process, to which torch and Ray are known already, as if it were the main one."""
-    return _as_main(runpy.run_path, str(ROOT / "jobs" / script), *arguments)
+    return _as_main(runpy.run_path, f"{ROOT}/jobs/{script}", *arguments)
 
 
 def specextend(line, *arguments):

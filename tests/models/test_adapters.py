@@ -93,9 +93,9 @@ def test_an_adapter_that_lies_in_the_folder_of_a_model_must_be_named(write_model
 
 def test_a_run_with_another_adapter_is_another_run(write_model, tmp_path):
     """Which lies elsewhere tomorrow, or holds another training."""
-    target = TargetOptions(model=str(write_model()), adapter=str(tmp_path / "adapter"))
+    target = TargetOptions(model=str(write_model()), adapter=f"{tmp_path}/adapter")
     factors = write_adapter(tmp_path / "adapter", SHAPES)
-    moved = TargetOptions(model=target.model, adapter=str(tmp_path / "moved"))
+    moved = TargetOptions(model=target.model, adapter=f"{tmp_path}/moved")
     write_adapter(tmp_path / "moved", SHAPES)
     hashes = pair_hashes(target, None)
     assert hashes == pair_hashes(moved, None)
@@ -110,7 +110,7 @@ def test_the_folder_of_an_adapter_is_relative_to_the_file_that_names_it(tmp_path
     file = tmp_path / "run.yaml"
     sections = {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "a/b", "adapter": "mine/lora"}}
     file.write_text(json.dumps(sections | {"decoding": {"mode": "autoregressive"}}))
-    assert RunConfig.load(file).target.adapter == str(tmp_path / "mine/lora")
+    assert RunConfig.load(file).target.adapter == f"{tmp_path}/mine/lora"
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_what_a_model_asks_is_said_at_the_start_and_kept_in_the_manifest(asking,
         "bad_words_ids, min_new_tokens, remove_invalid_values: not done"
     )
     pq.write_table(pa.table({"text": ["t5 t6 t7"]}), tmp_path / "in.parquet")
-    places = {"input__path": str(tmp_path / "in.parquet"), "output__path": str(tmp_path / "out")}
+    places = {"input__path": f"{tmp_path}/in.parquet", "output__path": f"{tmp_path}/out"}
     prepared = check_run(tiny_config(replace(asking, target=str(target)), **places))
     assert line in prepared.notes
     assert prepared.manifest["models"]["target"]["asks"] == line

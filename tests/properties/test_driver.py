@@ -37,7 +37,7 @@ class Night:
         self.sizes = [self.draw.randint(0, 9) for _ in range(self.draw.randint(1, 4))]
         self.keys = [DocumentKey(file, row) for file, size in enumerate(self.sizes) for row in range(size)]
         self.source = source_of(folder / "input", self.sizes)
-        self.output = resolve(str(folder / "output"))
+        self.output = resolve(f"{folder}/output")
         self.poison = frozenset(key for key in self.keys if self.draw.random() < 0.1)
         self.interrupt = interrupt
         self.trouble = self.draw.choice([0, 10, 40])

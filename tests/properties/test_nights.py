@@ -201,7 +201,7 @@ class Night:
 
 
 def local(folder):
-    return resolve(str(folder / "out"))
+    return resolve(f"{folder}/out")
 
 
 def object_store(folder):

@@ -19,7 +19,7 @@ GPUS = 8
 
 def night(folder, interrupt, sick, num_documents, deadly=frozenset(), max_attempts=3):
     """Do all documents on some GPUs; returns the rows that are error rows, the deaths, and what was told."""
-    output = resolve(str(folder / "output"))
+    output = resolve(f"{folder}/output")
     keys = [DocumentKey(0, row) for row in range(num_documents)]
     killers = frozenset(keys[row] for row in deadly)
     pool = SimulatedPool(random.Random(0), GPUS, sick=frozenset(sick), deadly=killers)

@@ -188,7 +188,7 @@ def begin_run(folder, num_rows):
 
 def write_part(folder, table):
     """Write the results of the first input file, as a run does."""
-    write_table(resolve(str(folder / "part-00000.parquet")), table)
+    write_table(resolve(f"{folder}/part-00000.parquet"), table)
 
 
 def write_run(folder, **report):

@@ -50,7 +50,7 @@ def test_summaries_alone_give_the_same_figures(run, tmp_path):
     """What is left of a run when its commits have been cleared away; which start did what is then unknown."""
     schema = SUMMARY_SCHEMA.append(pa.field("title", "string"))
     write_part(tmp_path / "copy" / "summaries", pa.Table.from_pylist(DONE, schema=schema))
-    copied = build_report(str(tmp_path / "copy"))
+    copied = build_report(f"{tmp_path}/copy")
     original = build_report(run)
     assert copied["source"] == "summaries"
     assert original["source"] == "parts"
