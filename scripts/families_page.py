@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from typing import Any
 
 import transformers
 from transformers import AutoConfig
@@ -42,18 +43,50 @@ fast as `generate`, and with drafts 1.8 and 2.1 times as fast as without (median
 [log](dev/log.md)). On its fused layers a token takes less than half of that time.
 
 Hybrids, which have layers with a recurrent state beside attention (Qwen3.5, Qwen3-Next, LFM2,
-Granite 4 H, OLMo Hybrid), verify chains: of each tree of drafts its likeliest path. A recurrent
-layer keeps its inputs until they are decided, and its state before them. In bfloat16 the output can
-part from plain decoding where two tokens nearly tie. Such a model cannot be a draft, and it leaves
-`choices` empty for closed fields beside written ones.
+Granite 4 H, OLMo Hybrid, Kimi Linear, Falcon H1, Nemotron H, Bamba), verify chains: of each tree of
+drafts its likeliest path. A recurrent layer keeps its inputs until they are decided, and its state
+before them. In bfloat16 the output can part from plain decoding where two tokens nearly tie. Such a
+model cannot be a draft, and it leaves `choices` empty for closed fields beside written ones.
 
-Attention in chunks (Llama 4) and RoPE that depends on the length of the text (`dynamic`,
-`longrope`) are refused.
+Nemotron H: transformers 5.23 raises the time steps of prompts to `time_step_min`, but leaves the
+time steps of decoded tokens ([#48989](https://github.com/huggingface/transformers/pull/48989)).
+Here both follow `time_step_limit` of `config.json`, as in NVIDIA's code.
 
-The tables show what the check found for each family's default configuration. They come from
-`python -m scripts.families_page`, and a slow test compares some of them. A published model may have
-other options than its family's default: `specextend check` says what is true for yours.
+Refused are attention in chunks (Llama 4), and RoPE that depends on the length of the text
+(`dynamic`, `longrope`). MiniMax-01 needs a cache class of its family. Layers of Jamba (Mamba 1)
+read several tokens from an empty state only, and layers of DBRX and JetMoE choose experts by values
+that a model without weights lacks.
+
+The tables show what the check found for each family's default configuration. The defaults of
+`deepseek_v2`, `dots1` and `lfm2_moe` make no model, so they have options of published models. They
+come from `python -m scripts.families_page`, and a slow test compares some of them. A published
+model may have other options than its family's default: `specextend check` says what is true for
+yours.
 """
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        "n_routed_experts": 160,
+        "num_experts_per_tok": 6,
+        "n_group": 8,
+        "topk_group": 3,
+        "topk_method": "group_limited_greedy",
+        "first_k_dense_replace": 1,
+    },
+    "dots1": {
+        "n_routed_experts": 128,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+    },
+    "lfm2_moe": {
+        "num_hidden_layers": 24,
+        "layer_types": ["conv", "conv"]
+        + ["full_attention", "conv", "conv", "conv"] * 4
+        + ["full_attention", "conv", "conv"] * 2,
+    },
+}
+"""Options of published models, for families whose defaults make no model."""
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 _RUNS = ("| ours |", "| its own |")
@@ -89,7 +122,8 @@ def row(family: str) -> str:
 
 def _verdict(family: str) -> str:
     try:
-        values = AutoConfig.for_model(family).get_text_config().to_dict()
+        config = AutoConfig.for_model(family, **PUBLISHED.get(family, {}))
+        values = config.get_text_config().to_dict()
         found = differences(json.dumps(values, default=str))
     except Exception as error:  # noqa: BLE001  a config may raise anything
         found = first_line(error)

@@ -26,6 +26,7 @@ from transformers import (
 from specextend.config import RunConfig
 from specextend.core import Request, SamplingParams, Values
 from specextend.decoding.engine import Engine
+from specextend.decoding.stock import honor_time_steps
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.models.causal_lm import load_tokenizer
 from specextend.models.loading import choose_kernels, load_cached_target, load_engine, recent_sizes, target_rows
@@ -134,7 +135,7 @@ def write_model(model, folder, tokenizer=tiny_tokenizer):
     """Save a model with a tokenizer for all its rows; returns the folder's name."""
     model.save_pretrained(folder)
     made = tokenizer(model.config.vocab_size)
-    if model.config.model_type == "qwen2":  # whose class adds a token of its own otherwise
+    if model.config.model_type in ("qwen2", "qwen3_5_moe_text"):  # whose class adds a token of its own otherwise
         made.unk_token = made.pad_token = made.convert_ids_to_tokens(0)
     made.save_pretrained(folder)
     return str(folder)
@@ -234,7 +235,9 @@ def write_looping_pair(folder):
 def load_reference(pair):
     """The target as transformers runs it, in plain attention."""
     config = AutoConfig.from_pretrained(pair.target)
-    return AutoModelForCausalLM.from_pretrained(pair.target, config=config, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(pair.target, config=config, attn_implementation="eager").eval()
+    honor_time_steps(model)
+    return model
 
 
 SECTIONS: dict[str, Values] = yaml.safe_load("""

@@ -1,8 +1,8 @@
-"""A causal LM of transformers on the layers of transformers, with our attention and cache.
+"""A causal LM on the layers of transformers, with our attention and cache.
 
-Transformers calls the attention function named in a config with queries, keys and values after
-norms and rotary embedding. `attend` is our function. It hands them to the current forward, which
-writes them to our cache and attends by its plan. Begin with `StockDecoder.run`.
+The layers call `attend` with queries, keys and values after norms and rotary embedding. It hands
+them to the current forward, which writes them to our cache and attends by its plan. Begin with
+`StockDecoder.run`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.nn.functional import pad
 
 from specextend.attention.plain import attend_reference
@@ -152,6 +153,7 @@ class StockDecoder:
     ):
         """Replace the model's attention and recurrent layers."""
         _name_attention(model)
+        honor_time_steps(model)
         self._attend = attend
         self._cache = cache
         self._decoder = decoder_of(model)
@@ -239,15 +241,18 @@ def attention_layers(model: Any) -> list[AttentionLayer]:
     """Return the attention of each layer of a causal LM, found with a token on `meta`.
 
     Raises:
-        ValueError: A layer passes an unknown keyword.
+        ValueError: A layer is not served.
     """
     config = deepcopy(model.config)
     for each in (config, config.get_text_config()):
         each._experts_implementation = "batched_mm"  # the others read values
+    Distribution.set_default_validate_args(False)  # Gemma 3n makes one on `meta`
     with torch.device("meta"), torch.inference_mode():
         shown = type(model)(config).eval()
         _name_attention(shown)
         decoder = decoder_of(shown)
+        if decoder.config._attn_implementation != ATTENTION:
+            raise ValueError("its layers do not call transformers' attention interface")
         found = [AttentionLayer()] * config.get_text_config().num_hidden_layers
 
         def show(call: AttentionCall) -> Tensor:
@@ -295,6 +300,14 @@ def _modules_with_states(config: Any, decoder: Any) -> dict[int, tuple[str, int]
     return found
 
 
+def honor_time_steps(model: Any) -> None:
+    """Apply the config's limits of time steps, which Nemotron H's layers ignore."""
+    limits = getattr(model.config.get_text_config(), "time_step_limit", None)
+    for module in model.modules():
+        if limits and hasattr(module, "time_step_limit"):
+            module.time_step_limit = tuple(limits)
+
+
 def _new_states(config: Any) -> Any:
     """Make a cache of transformers for recurrent states only."""
     from transformers import DynamicCache
@@ -337,7 +350,7 @@ def _keep_output(outputs: list[Tensor], _module: Any, _inputs: Any, output: Any)
 def decoder_of(model: Any) -> Any:
     """Return the embedding, layers and final norm of a causal LM."""
     found = model.get_decoder()
-    return model.model if found is model else found
+    return model.model if found in (model, model.get_output_embeddings()) else found
 
 
 def _without(decoder: Any, model: Any) -> Any:
@@ -353,7 +366,7 @@ class _Given(nn.Module):
         """Take the settings of a decoder, because a head may read them."""
         super().__init__()
         settings = {name: each for name, each in vars(decoder).items() if name[0] != "_"}
-        vars(self).update(settings)
+        vars(self).update(settings, decoder=self)  # for OPT's head
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
         return _Output(inputs_embeds)

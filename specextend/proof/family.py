@@ -21,6 +21,7 @@ from specextend.attention.plan import AttentionPlan
 from specextend.attention.torch_kernels import attend_by_head
 from specextend.core import Values, first_line
 from specextend.decoding.model import CachedModel
+from specextend.decoding.stock import honor_time_steps
 from specextend.models.causal_lm import config_values
 from specextend.models.model_files import ModelError
 
@@ -29,19 +30,20 @@ WINDOW = 12
 _VOCABULARY = 256
 _HEADS = 4
 _MOST = (
-    (r"vocab_size", _VOCABULARY),
+    (r"vocab_size(_per_layer_input)?", _VOCABULARY),
     (r"num_.*key_value_heads|n_head_kv", 2),
     (r".*intermediate_size|ffn_dim|n_inner|ffn_hidden_size", 128),
     (r"(num|n)_(local_|routed_)?experts|moe_num_experts", 4),
     (r"num_experts_per_tok(en)?|top_k_experts|moe_k|moe_topk", 2),
-    (r"n_group|topk_group|first_k_dense_replace", 1),
+    (r"(n|num_expert|topk)_group|first_k_dense_replace", 1),
     (r"sliding_window|attention_chunk_size", WINDOW),
     (r"(mamba_)?chunk_size|mamba_d_state|ssm_state_size", 16),
-    (r"linear_num_(key|value)_heads", 2),
+    (r"linear_num_(key_|value_)?heads", 2),
+    (r"mamba_num_heads|n_groups", 8),
     (r"(bos|eos)_token_id", 2),
     (r"pad_token_id", 0),
 )
-"""Limits of config values in a small model. Head sizes stay."""
+"""Limits of config values in a small model."""
 _ROPES_BY_LENGTH = ("dynamic", "longrope")
 _PROMPTS = (40, 29)
 _READ_FIRST = 17
@@ -78,7 +80,7 @@ class Differences:
 
 
 def check_family(model: str, *, with_trees: bool) -> None:
-    """Check a model that is not fused by a small model of its config, perhaps with trees of drafts.
+    """Check a model by a small model of its config, perhaps with trees of drafts.
 
     Raises:
         ModelError: A logit differs.
@@ -121,6 +123,7 @@ def small_model(values: Values) -> Any:
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind, **small), attn_implementation="eager", dtype=torch.float32
     )
+    honor_time_steps(model)
     generator = torch.Generator().manual_seed(1)
     for weight in model.parameters():
         noise = torch.randn(weight.shape, generator=generator)
@@ -132,7 +135,7 @@ def small_model(values: Values) -> Any:
 
 
 def shrunk(config: Any) -> Values:
-    """Shrink the values of a config to a small model with two layers of each kind.
+    """Shrink the values of a config, and keep two layers of each kind.
 
     Head sizes stay, because other values must fit them.
     """

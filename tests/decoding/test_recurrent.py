@@ -49,6 +49,12 @@ FAMILIES = yaml.safe_load("""
     olmo_hybrid: *delta
     granitemoehybrid: {layer_types: [mamba, attention, mamba, attention], num_hidden_layers: 4}
     bamba: {attn_layer_indices: [1], num_hidden_layers: 4}
+    nemotron_h: {hybrid_override_pattern: M-M*-ME}
+    falcon_h1: {}
+    kimi_linear:
+      {kv_lora_rank: 32, head_dim: 16, linear_head_dim: 16, v_head_dim: 16, qk_rope_head_dim: 16, qk_nope_head_dim: 16}
+    qwen3_5_moe_text: *delta
+    lfm2_moe: {layer_types: [conv, full_attention, conv, full_attention], num_hidden_layers: 4}
 """)
 """The first two, a short convolution and a gated delta rule, are in every test run."""
 DELTA = FAMILIES["qwen3_5_text"]

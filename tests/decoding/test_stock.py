@@ -128,6 +128,7 @@ def test_a_step_reads_the_experts_that_a_token_passes():
         ("gemma3_text", ""),
         ("gpt_oss", ""),
         ("doge", "its attention has attention_mask, which is not served"),
+        ("gptj", "its layers do not call transformers' attention interface"),
     ],
 )
 def test_what_our_attention_does_not_compute_is_found(family, why):
