@@ -32,8 +32,8 @@ _HEADS = 4
 _MOST = (
     (r"vocab_size(_per_layer_input)?", _VOCABULARY),
     (r"num_.*key_value_heads|n_head_kv", 2),
-    (r".*intermediate_size|ffn_dim|n_inner|ffn_hidden_size", 128),
-    (r"(num|n)_(local_|routed_)?experts|moe_num_experts", 4),
+    (r".*intermediate_size|ffn_dim|n_inner|(expert_)?ffn_hidden_size", 128),
+    (r"(num|n)_(local_|routed_)?experts|moe_num_experts|zero_expert_num", 4),
     (r"num_experts_per_tok(en)?|top_k_experts|moe_k|moe_topk", 2),
     (r"(n|num_expert|topk)_group|first_k_dense_replace", 1),
     (r"sliding_window|attention_chunk_size", WINDOW),
