@@ -45,8 +45,10 @@ fast as `generate`, and with drafts 1.8 and 2.1 times as fast as without (median
 Hybrids, which have layers with a recurrent state beside attention (Qwen3.5, Qwen3-Next, LFM2,
 Granite 4 H, OLMo Hybrid, Kimi Linear, Falcon H1, Nemotron H, Bamba), verify chains: of each tree of
 drafts its likeliest path. A recurrent layer keeps its inputs until they are decided, and its state
-before them. In bfloat16 the output can part from plain decoding where two tokens nearly tie. Such a
-model cannot be a draft, and it leaves `choices` empty for closed fields beside written ones.
+before them.
+
+In bfloat16 the output of a hybrid can part from plain decoding where two tokens nearly tie. A
+hybrid cannot be a draft, and it leaves `choices` empty for closed fields beside written ones.
 
 Nemotron H: transformers 5.23 raises the time steps of prompts to `time_step_min`, but leaves the
 time steps of decoded tokens ([#48989](https://github.com/huggingface/transformers/pull/48989)).
