@@ -60,6 +60,7 @@ benchmarks/peers.py benchmarks/sources.py benchmarks/gpu_pairs.py specextend/pro
     numba -> specextend/attention/
     llvmlite -> specextend/attention/
     duckdb -> specextend/data/
+    datasets -> specextend/documents/table_rows.py
     pypdfium2 -> specextend/documents/pdf.py
     pypdf -> specextend/documents/pdf.py
     mammoth -> specextend/documents/zipped_xml.py

@@ -1,4 +1,4 @@
-"""The command `prepare`: conversion of files to Parquet."""
+"""The command `prepare`: conversion of files and data sets to Parquet."""
 
 from __future__ import annotations
 
@@ -28,13 +28,28 @@ def _one(context: click.Context, parameter: click.Parameter, values: tuple[str, 
     return values[0] if values else None
 
 
+_ROWS = takes(
+    click.option(
+        "--text-field",
+        multiple=True,
+        callback=_one,
+        help="field of a row that holds the text (text)",
+    ),
+    click.option("--id-field", help="field of a row that holds the id; default: <file>:<line>"),
+    click.option("--skip-unreadable", is_flag=True, help="exit 0 although some cannot be read"),
+    click.option("--limit", type=_POSITIVE, help="most files, or rows of the Hub, of this call"),
+    _OUTPUT,
+)
+
+
 @click.group(no_args_is_help=False)
 def prepare() -> None:
-    """Convert files to Parquet.
+    """Convert files and data sets to Parquet.
 
     \b
     specextend prepare documents reports/ notes/ --output data/documents
     specextend prepare documents reports/ --pattern '*.md' --encoding cp1252 --output data/documents
+    specextend prepare hf ccdv/govreport-summarization --split test --text-field report --output hf/
     specextend prepare openai requests.jsonl --output data/requests.parquet
     specextend prepare repartition large.parquet --output data/smaller/
     specextend prepare model file.gguf --output models/mine
@@ -56,6 +71,7 @@ def prepare() -> None:
     ),
     click.option("--encoding", help="of what is not UTF-8 and names none, such as cp1252"),
     click.option("--keep-lines", is_flag=True, help="do not join the lines of PDFs"),
+    click.option("--main-only", is_flag=True, help="no menus, footers and cookie banners of HTML"),
     click.option(
         "time_limit_s", "--time-limit", type=float, metavar="SECONDS", help="for each file (60)"
     ),
@@ -73,17 +89,8 @@ def prepare() -> None:
     ),
     click.option("--workers", type=_POSITIVE, help="processes that read files; all processors"),
     click.option("--remove-gone", is_flag=True, help="remove documents whose file is gone"),
-    click.option(
-        "--text-field",
-        multiple=True,
-        callback=_one,
-        help="field of a row that holds the text (text)",
-    ),
-    click.option("--id-field", help="field of a row that holds the id; default: <file>:<line>"),
-    click.option("--skip-unreadable", is_flag=True, help="exit 0 although some cannot be read"),
-    click.option("--limit", type=_POSITIVE, help="most files of this call"),
-    _OUTPUT,
 )
+@_ROWS
 @in_one_line
 def documents(sources: tuple[str, ...], output: str, skip_unreadable: bool, **given: Any) -> int:
     """Read files, folders and globs, local or URIs: PDF, DOCX, EPUB, PPTX, ODT, HTML, Markdown,
@@ -102,6 +109,26 @@ def documents(sources: tuple[str, ...], output: str, skip_unreadable: bool, **gi
 
     options = DocumentOptions(**{name: value for name, value in given.items() if value})
     return _conclude(prepare_documents(sources, output, options, tell), output, skip_unreadable)
+
+
+@prepare.command()
+@click.argument("source", metavar="INPUT")
+@click.option("--split", default="test")
+@click.option("--subset", help="the data set's configuration, if it has several")
+@_ROWS
+@in_one_line
+def hf(
+    source: str, split: str, subset: str | None, output: str, skip_unreadable: bool, **given: Any
+) -> int:
+    """Read a data set of the Hugging Face Hub, or a local folder of one."""
+    from specextend.documents.preparation import prepare_rows
+    from specextend.documents.table_rows import hub_rows
+    from specextend.documents.text import DocumentOptions
+
+    rows = hub_rows(source, subset, split, given["limit"])
+    name = ":".join(filter(None, (source, subset, split)))
+    options = DocumentOptions(**{name: value for name, value in given.items() if value})
+    return _conclude(prepare_rows(name, rows, output, options), output, skip_unreadable)
 
 
 def _conclude(prepared: Prepared, output: str, skip_unreadable: bool) -> int:

@@ -23,6 +23,7 @@ COUNTS = (
     "unmapped_characters",
     "hidden_characters",
     "hidden_instruction",
+    "left_out_characters",
 )
 """Columns that count lost text; docs/documents.md explains them."""
 COLUMNS = {

@@ -47,6 +47,7 @@ from specextend.documents.text import (
     Text,
     UnreadableError,
     decode,
+    num_visible,
     read_markdown,
 )
 from specextend.documents.zipped_xml import read_docx, read_epub, read_odt, read_pptx
@@ -107,6 +108,8 @@ def read_document(
         hint = (
             ", as if it were scanned; text recognition (OCR) could add it" if kind == "pdf" else ""
         )
+        if counts.get("left_out_characters"):
+            hint = " but that which --main-only leaves out; read it without"
         raise UnreadableError("no text", f"has no text{hint}")
     row = {"title": " ".join(_clean(title).split()), "text": text, **counts}
     if pages:
@@ -215,7 +218,10 @@ def _parse(
     data = stream.read()
     row = read_document(file.kind, data, options, _given(file.path, data, options))
     row["title"] = row["title"] or PurePath(file.path).stem
-    return Reading((row | {"id": file.doc_id} | _columns(file),))
+    message = "lost more than half of its text to --main-only; look at it, or read it without"
+    is_half = row.get("left_out_characters", 0) > num_visible(row["text"])
+    halves = (Failure(file.path, None, LEFT_OUT, message),) if is_half else ()
+    return Reading((row | {"id": file.doc_id} | _columns(file),), failures=halves)
 
 
 def _given(path: str, data: bytes, options: DocumentOptions) -> Text | None:

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from html.entities import entitydefs
+from itertools import chain
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from specextend.documents.text import DocumentOptions, Text, decode, hidden_counts
+from specextend.documents.text import DocumentOptions, Text, decode, hidden_counts, num_visible
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborHTMLParser, LexborNode
@@ -90,6 +91,15 @@ _NOT_CHOSEN = (
     "select:not([multiple]):not(:has([selected])) "
     ":is(option:not(:first-of-type),optgroup ~ optgroup)"
 )
+_BOILERPLATE = (
+    "nav,footer,aside,dialog,menu,body > header,[role=navigation],[role=banner],[role=contentinfo],"
+    "[role=complementary],[role=dialog],[role=search]"
+)
+"""Elements around the main part of a web page."""
+_SURROUNDING = re.compile("cookie|consent|menu|navbar|sidebar|footer", re.IGNORECASE)
+_LAYOUT = re.compile(r"(^|[-_])(has|no|not|with|without|is|js)([-_]|$)", re.IGNORECASE)
+"""Words in ids and classes of layouts."""
+_MAIN = "main,article,h1,[role=main]"
 _AROUND = (
     (
         'sup:has(a[href*="#"],[role=doc-noteref]),a[href*="#"] sup,sup[class*=note i],'
@@ -150,7 +160,7 @@ def read_html(data: bytes, options: DocumentOptions, *, is_xml: bool = False) ->
     elif _XHTML in html[:_HEAD]:
         with suppress(ElementTree.ParseError):  # browsers read broken XML as HTML
             html = _xml_as_html(html)
-    return html_text(html)
+    return html_text(html, main_only=options.main_only)
 
 
 def _xml_as_html(xml: str) -> str:
@@ -181,7 +191,7 @@ def _named_encoding(data: bytes) -> str | None:
     return found and _CODECS.get(found.codec_info.name, found.codec_info.name)
 
 
-def html_text(html: str) -> Text:
+def html_text(html: str, *, main_only: bool = False) -> Text:
     """Return the text of HTML; without a title, its title is the first heading."""
     from selectolax.lexbor import LexborHTMLParser
 
@@ -190,6 +200,7 @@ def html_text(html: str) -> Text:
         return Text("", "", {})
     title = tree.css_first("head title")
     sheets = "\n".join(each.text() for each in tree.css("style:not([media=print])"))
+    _open_shadow_roots(tree)
     _write_formulas(tree)
     _put_away(tree, tree.css("script,style"))
     for node in tree.css("template"):
@@ -203,6 +214,8 @@ def html_text(html: str) -> Text:
     before = tree.head.text()
     _put_away(tree, _hidden(tree, sheets))
     counts = hidden_counts(*(_MARKS.sub("", each) for each in (tree.head.text(), before)))
+    if main_only:
+        counts["left_out_characters"] = _put_away(tree, _surroundings(tree))
     links = tree.css('a.headerlink,a[href^="#"]')
     _put_away(tree, (each for each in links if _PERMALINK.fullmatch(each.text())))
     _put_away(tree, tree.css(_NOT_CHOSEN))
@@ -258,18 +271,41 @@ def _script(notes: set[str], found: re.Match[str]) -> str:
     return f"{'^' if found[1] == _RAISED else '_'}{operand}"
 
 
-def _put_away(tree: LexborHTMLParser, nodes: Iterable[LexborNode]) -> None:
-    """Move elements out of the body."""
+def _put_away(tree: LexborHTMLParser, nodes: Iterable[LexborNode]) -> int:
+    """Move elements out of the body; count their characters without spaces."""
     assert tree.head is not None
+    before = num_visible(_MARKS.sub("", tree.head.text()))
     for node in nodes:
         tree.head.insert_child("\n")
         tree.head.insert_child(node, move=True)
+    return num_visible(_MARKS.sub("", tree.head.text())) - before
 
 
 def _put_instead(tree: LexborHTMLParser, texts: list[tuple[LexborNode, str]]) -> None:
     for node, text in texts:
         node.insert_before(text)
     _put_away(tree, (node for node, _ in texts))
+
+
+def _open_shadow_roots(tree: LexborHTMLParser) -> None:
+    """Put shadow roots into the page, and other content into their slots."""
+    while template := tree.css_first("template[shadowrootmode]"):
+        [root, *_] = template.template_fragments()
+        host = template.parent or template
+        for slot in root.css("slot"):
+            name = slot.attributes.get("name")
+            fillings = [
+                each
+                for each in host.iter(include_text=True)
+                if each != template and each.attributes.get("slot") == name
+            ]
+            for node in fillings:
+                slot.insert_before(node, move=True)
+            if fillings:
+                slot.decompose()
+        for node in [*root.iter(include_text=True)]:
+            template.insert_before(node, move=True)
+        template.decompose()
 
 
 def _write_formulas(tree: LexborHTMLParser) -> None:
@@ -313,3 +349,17 @@ def _selected(tree: LexborHTMLParser, selector: str) -> list[LexborNode]:
     with suppress(SelectolaxError):  # browsers ignore such rules, too
         return tree.css(selector)
     return []
+
+
+def _surroundings(tree: LexborHTMLParser) -> Iterator[LexborNode]:
+    assert tree.body is not None
+    most = num_visible(tree.body.text()) / 2
+    named = (
+        node
+        for node in tree.css("body [id],body [class]")
+        for name in f"{node.attributes.get('id')} {node.attributes.get('class')}".split()
+        if _SURROUNDING.search(name) and not _LAYOUT.search(name)
+    )
+    for node in chain(tree.css(_BOILERPLATE), named):
+        if not node.css_first(_MAIN) and num_visible(node.text()) <= most:
+            yield node

@@ -47,8 +47,10 @@ from specextend.documents.file_readers import (
     check_reader,
     kind_of,
     read_files,
+    read_table,
 )
-from specextend.documents.text import DocumentOptions
+from specextend.documents.table_rows import NumberedRow
+from specextend.documents.text import DocumentOptions, UnreadableError
 
 _AS_IT_IS = (
     "is Parquet, which specextend run reads as it is: specextend init FILE writes its configuration"
@@ -166,6 +168,23 @@ def _remember(failure: Failure) -> Failure:
         reason=GONE,
         message=f"is not found this time; an earlier call said that it {failure.message}",
     )
+
+
+def prepare_rows(
+    name: str, lines: Iterable[NumberedRow], output: str, options: DocumentOptions
+) -> Prepared:
+    """Replace rows of the same name in a data set. Raises InputError if all are bad."""
+    folder = _open(output)
+    failures = [failure for failure in read_errors(folder) if failure.path != name]
+    try:
+        reading = read_table(
+            SourceFile(folder, name, name, "", 0, datetime.now(UTC)), lines, folder, options
+        )
+    except UnreadableError as error:
+        raise InputError(f"{name} {error}") from error
+    settle(folder, {name})
+    num_documents, counts = _add(folder, [reading], failures, lambda done: None)
+    return Prepared(num_documents, 1, 0, 0, 0, failures, counts)
 
 
 def _open(output: str) -> Location:

@@ -1,4 +1,4 @@
-"""Documents from rows of CSV and JSON Lines."""
+"""Documents from rows of CSV, JSON Lines and data sets of the Hugging Face Hub."""
 
 import csv
 import json
@@ -7,10 +7,11 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, BinaryIO
 
 from specextend.core import Values, one_line, unique_fields
+from specextend.data.inputs import InputError, InputUnreachableError
 from specextend.documents.document_set import COLUMNS
 from specextend.documents.text import (
     HALF_CHARACTER,
@@ -145,3 +146,24 @@ ROW_READERS: dict[str, Callable[[BinaryIO, DocumentOptions], Iterator[NumberedRo
     "csv": _csv_rows,
     "jsonl": _json_rows,
 }
+
+
+def hub_rows(
+    name: str, subset: str | None, split: str, limit: int | None = None
+) -> Iterator[NumberedRow]:
+    """Stream rows of a data set of the Hub, or of a local folder.
+
+    Raises InputUnreachableError or InputError.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        rows = datasets.load_dataset(name, subset, split=split, streaming=True)
+        yield from enumerate(islice(rows, limit))
+    except ConnectionError as error:
+        raise InputUnreachableError(
+            f"the Hugging Face Hub cannot be reached to fetch {name}; run again"
+        ) from error
+    except (ValueError, OSError) as error:
+        raise InputError(f"{name}, split {split!r}: {one_line(error)}") from error

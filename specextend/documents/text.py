@@ -50,6 +50,8 @@ class DocumentOptions:
     """Encoding of files that are not UTF-8 and name none."""
     keep_lines: bool = False
     """Keep the lines of PDFs instead of joining paragraphs."""
+    main_only: bool = False
+    """Leave out menus, footers and cookie banners of HTML."""
     text_field: str = "text"
     """Field of a row with the text."""
     id_field: str | None = None

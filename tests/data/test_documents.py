@@ -568,6 +568,7 @@ def test_an_object_store_is_read_and_written(s3, prepare):
         "documents texts --text-field a --text-field b": "one field holds the text",
         "documents texts --output texts/a.txt": "texts/a.txt is a file; name a folder",
         "documents texts --output texts": "holds a.txt, which is no part of a data set",
+        "hf ./texts/none": "texts/none",
     }.items(),
 )
 def test_a_wrong_argument_is_one_line(arguments, said, tmp_path, monkeypatch):
@@ -587,6 +588,18 @@ def test_a_missing_package_names_the_format_and_the_extra(folder, prepare, monke
     with input_error(said):
         prepare({"a.txt": "fine", "b.pdf": pages("One report.")})
     assert rows(folder, "text") == ["fine"]
+
+
+def test_a_data_set_of_the_hub_keeps_its_columns(folder):
+    """By its name and split, here one in a local folder."""
+    pq.write_table(pa.table({"report": ["one", None, "three"], "pages": [1, 2, 3]}), folder / "test-0.parquet")
+    for _ in range(2):
+        ended = specextend(f"prepare hf {folder} --split test --text-field report --output {folder}.out").exits(3)
+        assert ended.stdout.partition(";")[0] == f"2 documents in {folder}.out"
+    assert rows(folder, "id", "text", "pages") == [
+        (f"{folder}:test:0", "one", 1),
+        (f"{folder}:test:2", "three", 3),
+    ]
 
 
 def test_a_data_set_brings_its_ids_and_pages_to_a_run(folder, prepare):

@@ -2,10 +2,14 @@
 
 import time
 
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specextend.documents.file_readers import read_document
 from specextend.documents.text import DocumentOptions
+from tests.job.conftest import specextend
 
 
 def read(text, kind="html", **options):
@@ -66,7 +70,9 @@ ENERGY = f"<math><semantics><mrow><mi>E</mi><mo>=</mo><mi>m</mi><msup><mi>c</mi>
         "<del>500</del> 400 <s> a <b>b</b></s> <del>c<br>d</del>": "~~500~~ 400 ~~a b~~ ~~c~~\n~~d~~",
         "a <s><s>b</s> c<sup>2<del>3</del></sup></s><del><p>d</p></del><del> </del>e": "a ~~b c^(23)~~\n~~d~~\ne",
         "<h1>Abstract<a class=headerlink href='#a'>\u00b6</a></h1><h2><a href='#b'>#</a> Two</h2>": "Abstract\nTwo",
-        "<nav>Menu</nav><main>Text</main><footer>Foot": "Menu\nText\nFoot",
+        # shadow roots
+        "<x-card><b slot=x>B</b>light<template shadowrootmode=open><p>see <slot name=x>out</slot>: <slot></slot>."
+        "</p></template></x-card>end": "see B: light.\nend",
     }.items(),
 )
 def test_what_a_reader_sees_is_what_comes(page, text):
@@ -91,7 +97,6 @@ def test_a_long_page_takes_time_by_its_length(part):
         "a<p style='color:red; DISPLAY : none'>{}",
         "a<p style='visibility:hidden'>{}",
         "a<template>{}</template>",
-        "a<template shadowrootmode=open>{}</template>",
         "a<noscript>{}</noscript>",
         "a<dialog>{}</dialog>",
         "<style>.x, #y{{display:none}}</style>a<p class='a x'>{}",
@@ -124,6 +129,37 @@ def test_what_no_reader_sees_stays_out_and_is_counted(page):
 def test_what_some_reader_sees_stays(page):
     """A page for wide screens, a menu that opens, and one that its script shows are content."""
     assert seen(page) == ("seen", 0)
+
+
+LAYOUTS = ["has-sidebar", "no-cookies", "with_menu", "js-navbar", "sidebar", "footer", "main-menu"]
+
+
+@given(*(st.lists(st.sampled_from(LAYOUTS), max_size=2).map(" ".join) for _ in range(3)), st.sampled_from(LAYOUTS[:4]))
+def test_no_name_deletes_the_main_text(root, body, main, part):
+    """A class of `html` made a page damaged, and one of its layout an empty one."""
+    page = f"<html class='{root}'><body class='{body}'><nav>Menu</nav><div id='{main}'>{'Long text. ' * 9}</div>"
+    got = read(f"{page}<div class='{part}'>Short.</div><div class=site-footer>Foot", main_only=True)
+    assert got["text"] == "Long text. " * 8 + "Long text.\nShort."
+    assert got["left_out_characters"] == len("MenuFoot")
+
+
+def test_a_page_that_loses_more_than_half_is_named(tmp_path):
+    """What surrounds the main part is left out by choice, nobody is to miss what was not asked away."""
+    (tmp_path / "a.html").write_text(
+        "<body class=cookie-ok><header>Top</header><nav>Menu</nav><main class=menu><p>Text</main>"
+        "<div id=CookieBanner><p>We value you</div><footer>Bottom</footer>"
+    )
+    (tmp_path / "b.html").write_text("<nav>Menu</nav><p>Text that is long")
+    (tmp_path / "c.html").write_text("<nav>One</nav><footer>Two")
+    for flags, code, text in (("", 0, "Top\nMenu\nText\nWe value you\nBottom"), ("--main-only", 3, "Text")):
+        output = tmp_path / f"out{code}"
+        ended = specextend(f"prepare documents {tmp_path}/*.html {flags} --output {output}").exits(code)
+        table = pq.read_table(output).sort_by("id")
+        assert table["text"][0].as_py() == text
+    assert table["left_out_characters"].to_pylist() == [23, 4]
+    assert f"left out: {tmp_path}/a.html lost more than half of its text to --main-only" in ended.stderr
+    assert "c.html has no text but that which --main-only leaves out" in ended.stderr
+    assert "left out characters: 27;" in ended.stdout
 
 
 @pytest.mark.parametrize(
