@@ -144,7 +144,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize("choice, draft, batch", covering(CHOICES, ["good", "eagle"], [1, 3]))
+@pytest.mark.parametrize("choice, draft, batch", covering(CHOICES, ["good", "eagle", "cut"], [1, 3]))
 def test_whatever_retrieval_trusts_output_is_the_targets_own(choice, draft, batch, pairs, own):
     """A selection decides what the draft sees, never what is said."""
     changes = {f"cache__{key}": value for key, value in yaml.safe_load(choice).items()}
