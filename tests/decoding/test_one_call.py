@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
 
 from specextend.attention.backends import load_backend
-from specextend.attention.compiled import phases
+from specextend.attention.compiled import calls, phases
 from specextend.attention.compiled.calls import Decoder
 from specextend.attention.plain import attend_reference
 from specextend.attention.plan import AttentionPlan
@@ -71,6 +71,25 @@ def test_it_is_as_exact_as_layer_after_layer(models):
         ratios.append((after.float() - right).norm() / (before.float() - right).norm())
     assert max(ratios) < 3, "in a step of one token chance decides, on each processor otherwise"
     assert sum(ratios) < 1.25 * len(ratios)
+
+
+@torch.inference_mode()
+def test_a_worker_writes_only_to_its_memory(monkeypatch):
+    """With AVX2 a gate of 512 inputs and 96 rows wrote 24 KiB after it, and broke the heap of a run."""
+    guards = []
+    own_memory = calls.working_memory
+
+    def guarded(*sizes):
+        counters, workspace, num_shares = own_memory(*sizes)
+        memory = torch.zeros(workspace.numel() + (1 << 20), dtype=torch.uint8)
+        guards.append(memory[workspace.numel() :])
+        return counters, memory[: workspace.numel()].view_as(workspace), num_shares
+
+    monkeypatch.setattr(calls, "working_memory", guarded)
+    model = tiny_model(WITH_BIASES_OR_NORMS["llama"], seed=3, hidden_size=512).bfloat16()
+    forwards(in_one_call(CachedModel(model, load_backend("compiled", torch.device("cpu")), 1024)))
+    assert guards
+    assert not torch.stack(guards).any()
 
 
 @pytest.mark.parametrize("is_joined, batch", [(True, 1), (True, 2), (False, 2)])

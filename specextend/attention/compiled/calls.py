@@ -172,7 +172,7 @@ class Linear:
             given = empty_rows(x, num_rows, x.shape[-1]).copy_(given.view(num_rows, -1))
         out = torch.empty(*x.shape[:-1], self._width, dtype=x.dtype)
         rounded = torch.empty(num_rows * self._rounded_bytes, dtype=torch.uint8)
-        counters, workspace, num_shares = _working_memory(num_rows)
+        counters, workspace, num_shares = working_memory(num_rows)
         numbers = self._numbers.copy()
         address: int = numbers.ctypes.data
         numbers[self._OF_PRODUCT] = [each.data_ptr() for each in (given, out, rounded)]
@@ -185,13 +185,13 @@ class Linear:
 def _run_phases(call: Any, layers: Any, first: int, end: int) -> None:
     own = call[0]["own"]
     num_levels = int(own["num_levels"])
-    counters, workspace, num_shares = _working_memory(int(own["num_rows"]), len(layers), num_levels)
+    counters, workspace, num_shares = working_memory(int(own["num_rows"]), len(layers), num_levels)
     _fill(own, first=first, end=end, layers=layers.ctypes.data, num_layers=len(layers))
     _fill(own, workspace=workspace, counters=counters, num_shares=num_shares)
     _run_on_all(phases.kernel(), call.ctypes.data)
 
 
-def _working_memory(
+def working_memory(
     num_rows: int, num_layers: int = 1, num_levels: int = 0
 ) -> tuple[Tensor, Tensor, int]:
     """Return counters, workers' memory, and shares of a phase's items."""

@@ -123,7 +123,7 @@ def write_gated(
 
 
 @numba.njit
-def multiply_rows(element, call, sums, block, first, num_rows):
+def multiply_rows(element, call, sums, wide_x, block, first, num_rows):
     row_bytes = call.num_units * 4
     most = min(_TILE, tile_rows(element))
     is_tiled = most == tiles.ROWS
@@ -132,7 +132,6 @@ def multiply_rows(element, call, sums, block, first, num_rows):
         parts = tiles.PAIRS * ((call.num_units + DEPTH - 1) // DEPTH if num_rows > _TILE else 1)
         at_once = (call.num_units + parts - 1) // parts * tiles.PAIRS
     weight = call.weight + block * call.num_units * _SUM_BYTES
-    wide_x = sums + 2 * ROWS * _SUM_BYTES
     num_tiles = (num_rows + most - 1) // most
     for start in range(0, call.num_units, at_once):
         depth = min(at_once, call.num_units - start)
@@ -200,11 +199,13 @@ def run_item(element, call, num_all, sums, number):
         at_once = most  # fewer sums take less of a first cache
     end = min(num_all, (part + 1) * ROWS)
     others = sums + ROWS * _SUM_BYTES
+    wide_x = others + ROWS * _SUM_BYTES
     for first in range(part * ROWS, end, at_once):
         num_rows = min(at_once, end - first)
-        multiply_rows(element, call, sums, block, first, num_rows)
+        multiply_rows(element, call, sums, wide_x, block, first, num_rows)
         if call.is_gated:
-            multiply_rows(element, call, others, block + call.num_blocks // 2, first, num_rows)
+            gated = block + call.num_blocks // 2
+            multiply_rows(element, call, others, wide_x, gated, first, num_rows)
         write_rows(call, sums, block, first, num_rows)
 
 
