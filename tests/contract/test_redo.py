@@ -122,6 +122,7 @@ tasks:
 """
 
 
+@pytest.mark.slow
 def test_an_answer_that_lacks_a_task_hides_no_whole_one(ask, output, tmp_path):
     """Answers of several tasks are done again together. Of a row whose task failed in the newer run, the column of that
     task would be null.
@@ -151,6 +152,7 @@ def test_an_answer_that_lacks_a_task_hides_no_whole_one(ask, output, tmp_path):
     assert f"this run is about {1 + lacking} of 6 rows" in said
 
 
+@pytest.mark.slow
 def test_a_column_of_the_input_that_is_called_as_one_of_ours_has_the_name_of_error_rows(ask, output):
     """It hid why rows had failed, or broke off with a traceback where it was no text."""
     passed = ("input.passthrough=[message]", "decoding.max_new_tokens=2")

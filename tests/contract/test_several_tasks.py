@@ -111,6 +111,7 @@ def assert_are_those_of(found, outputs):
             assert row["num_cached_tokens"] > row["num_prompt_tokens"] / 4, "the second has read nothing but its end"
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_runs_of_their_own(ask, alone, tmp_path):
     """Texts and their verdicts, scored labels and sampled ones."""
     said, output = ask(tmp_path / "out", tasks=listed(*TASKS))
@@ -120,6 +121,7 @@ def test_answers_are_those_of_runs_of_their_own(ask, alone, tmp_path):
     assert [row["verdicts"] for row in found] == [row["tasks"][0]["verdicts"] for row in found]
 
 
+@pytest.mark.slow
 def test_answers_about_a_document_in_parts_are_those_too(ask, tmp_path):
     """Of parts nobody asks whether they are right."""
     asked = {name: task | {"output": task["output"] | {"verify": False}} for name, task in TASKS.items()}
@@ -147,6 +149,7 @@ def export_of(output):
     return said
 
 
+@pytest.mark.slow
 def test_a_task_that_fails_leaves_the_answers_of_the_others(ask, tmp_path):
     """They were nowhere but in errors/, and the remedy that the error named was refused. Now the failed task
     alone is retried, and the row names it. With more tokens, by the remedy, all tasks are done again beside the run.

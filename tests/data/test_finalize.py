@@ -90,6 +90,7 @@ def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(num_files,
     assert not list(Path(output.path).rglob(".*")), "no litter of the killed one is left"
 
 
+@pytest.mark.slow
 def test_a_bit_that_changes_in_a_footer_changes_no_row_unnoticed(source, finished):
     """Pages have checksums and a footer none: of 3,000 bits 129 renamed a column, changed a value or lost the rows."""
     file = Path(finished.path) / "summaries" / "part-00000.parquet"

@@ -37,6 +37,7 @@ def test_a_calibration_measures_the_time(local_ray, corpus, tmp_path):
     assert plan["cost"]["cost"] == pytest.approx(36 * 2 * forecast["seconds"] / 3600)
 
 
+@pytest.mark.slow
 def test_a_calibration_compares_both_readings_of_a_heads_layers(local_ray, corpus, tmp_path):
     """Published heads number layers in two ways, and no rule is safe."""
     values = SimpleNamespace(**read_json(ROOT / ".models" / "tiny-random" / "target" / "config.json"))

@@ -28,6 +28,7 @@ def arguments(workshop, tmp_path):
     return f"--config {config} --text {text} --output {tmp_path}/draft {small}"
 
 
+@pytest.mark.slow
 def test_it_trains_a_draft_and_prints_what_it_is_worth(arguments, tmp_path, capfd):
     """Nothing but the figures goes to stdout, nothing but progress to stderr, no third party's bars."""
     assert call(train, f"{arguments} --epochs 1".split(), "train") == 0
