@@ -52,13 +52,13 @@ hybrid cannot be a draft, and it leaves `choices` empty for closed fields beside
 
 Nemotron H: transformers 5.23 raises the time steps of prompts to `time_step_min`, but leaves the
 time steps of decoded tokens ([#48989](https://github.com/huggingface/transformers/pull/48989)).
-Here both follow `time_step_limit` of `config.json`, as in NVIDIA's code.
+Here both are as in NVIDIA's code, without limits. A `config.json` whose `time_step_limit` changes
+time steps is refused.
 
 Attention in chunks (Llama 4) and RoPE that depends on the length of the text (`dynamic`,
 `longrope`) are refused. So are MiniMax-01, which takes only its own cache class, and Jamba, whose
 layers (Mamba 1) read several tokens only from an empty state. Layers of DBRX and JetMoE choose
-experts by values, and the search for attention has no values. OPT-350M, whose embedding is narrower
-than its layers, cannot be a draft.
+experts by values, and the search for attention has no values.
 
 The tables show what the check found for each family's default configuration. They come from
 `python -m scripts.families_page`, and a slow test compares some of them. `deepseek_v2`, `dots1`,

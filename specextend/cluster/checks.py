@@ -125,11 +125,11 @@ def check_run(
         RunError: A store or the Hub does not answer.
     """
     output = resolve(config.output.path)
-    if config.input.redo is not None and output.parent.name != REDONE:
-        raise RefusedError("input.redo chooses from the results of a run; give it with --redo")
     check_kinds(output)
     recorded = read_recorded(output)
     begun = _begun_selection(config, recorded)
+    if begun is None and config.input.redo is not None and output.parent.name != REDONE:
+        raise RefusedError("input.redo chooses from the results of a run; give it with --redo")
     source = _open_input(config, begun)
     before = recorded or {"models": {}, "identity": {"config": {}}}
     pinned, models, notes = pin_models(config, before.get("models", {}))

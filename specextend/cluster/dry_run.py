@@ -245,8 +245,12 @@ def calibrate(
         if readings := guessed_layers(draft, checked.facts.num_layers):
             assert draft is not None
             other = replace(draft, feature_layers=readings[1])
-            again, _, _ = decode(config.model_copy(update={"draft": other}))
-            say(_compare_readings(readings, [outcomes, again]))
+            try:
+                again, _, _ = decode(config.model_copy(update={"draft": other}))
+            except RunError as error:
+                say(f"the layers {[*readings[1]]} are not compared: {error}")
+            else:
+                say(_compare_readings(readings, [outcomes, again]))
     costs = [
         document_cost(outcome.stats, estimates[key].max_new_tokens)
         for key, outcome in outcomes.items()
@@ -267,7 +271,9 @@ def _compare_readings(
     for outcomes in decoded:
         stats = [each.stats for each in outcomes.values() if isinstance(each, Done)]
         num_steps = sum(each.num_network_steps for each in stats)
-        rates.append(ratio(sum(each.num_first_accepted for each in stats), num_steps) or 0.0)
+        if num_steps == 0:
+            return "the head drafted no token, so its layers are not compared"
+        rates.append(round(sum(each.num_first_accepted for each in stats) / num_steps, 2))
     chosen, other = readings
     advice = f"set draft.feature_layers: {[*other]}" if rates[1] > rates[0] else "keep them"
     return (

@@ -246,7 +246,6 @@ def attention_layers(model: Any) -> list[AttentionLayer]:
     config = deepcopy(model.config)
     for each in (config, config.get_text_config()):
         each._experts_implementation = "batched_mm"  # the others read values
-    Distribution.set_default_validate_args(False)  # Gemma 3n makes one on `meta`
     with torch.device("meta"), torch.inference_mode():
         shown = type(model)(config).eval()
         _name_attention(shown)
@@ -264,9 +263,11 @@ def attention_layers(model: Any) -> list[AttentionLayer]:
             return call.query.transpose(1, 2)[..., : call.value.shape[-1]]
 
         token = _running.set(show)
+        Distribution.set_default_validate_args(False)  # Gemma 3n makes one on `meta`
         try:
             modules = _modules_with_states(config, decoder)
         finally:
+            Distribution.set_default_validate_args(__debug__)
             _running.reset(token)
     for layer, (name, num_bytes) in modules.items():
         found[layer] = replace(found[layer], recurrent=name, state_bytes=num_bytes)

@@ -109,7 +109,7 @@ class BatchRequests:
             return self._document(number, line)
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
+            place = ".".join(map(str, first["loc"])) or "the line"
             raise InputError(
                 f"{self._path.name}:{number} is not served: {place}: {first['msg']}"
             ) from error

@@ -132,7 +132,8 @@ class ModelNetwork:
         self._max_chunk = max_chunk
         self._num_shared = num_shared
         self._other_id = other_id
-        self.hidden_size: int = model.config.hidden_size
+        # a head may read narrower states than the layers (OPT-350M)
+        self.hidden_size: int = model.model.get_input_embeddings().embedding_dim
         self.cache = ReadCache(model.cache)
 
     def prefill(self, slot: int, text: Tensor, hidden: Tensor) -> None:
