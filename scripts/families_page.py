@@ -61,10 +61,10 @@ layers (Mamba 1) read several tokens only from an empty state. Layers of DBRX an
 experts by values, and the search for attention has no values.
 
 The tables show what the check found for each family's default configuration. They come from
-`python -m scripts.families_page`, and a slow test compares some of them. `deepseek_v2`, `dots1`,
-`granite_swa` and `lfm2_moe` have options of published models, since their defaults make no model or
-far larger scores. Your model may have other options than its family's default: `specextend check`
-says what is true for it.
+`python -m scripts.families_page`, and a slow test compares some of them. `deepseek_v2`, `dots1` and
+`lfm2_moe` have options as published models have, since their defaults make no model, and
+`granite_swa` a smaller scale of its scores. Your model may have other options than its family's
+default: `specextend check` says what is true for it.
 """
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         + ["full_attention", "conv", "conv"] * 2,
     },
 }
-"""Options of published models, for families whose defaults make no model or huge scores."""
+"""Options as published models have, for families whose defaults make no model or huge scores."""
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 _RUNS = ("| ours |", "| its own |")

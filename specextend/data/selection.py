@@ -144,11 +144,7 @@ def select_rows(
     if not options.selects:
         return source
     if options.sample is not None:
-        among = counted(_size(database), "row")
-        is_number = isinstance(options.sample, int)
-        bound = _LAST_DRAWN.format(options.sample) if is_number else int(options.sample * _DRAWS)
-        counts["not_in_sample"] = _delete(database, f"FROM rows WHERE {_DRAW} > ({bound})")
-        _refuse_nothing(database, f"input.sample {options.sample} draws none of {among}")
+        counts["not_in_sample"] = _draw(database, options.sample)
     if options.redo is not None:
         assert output is not None
         add_redone(database, output.parent.parent, options, source.files, checkpoint)
@@ -166,6 +162,16 @@ def select_rows(
         counts |= left
     counts = {"input": num_rows, **counts, "selected": _size(database)}
     return _limited(source, database, counts, notes)
+
+
+def _draw(database: Database, sample: float) -> int:
+    """Keep a sample of the rows; return the number of the others."""
+    among = counted(_size(database), "row")
+    is_number = isinstance(sample, int)
+    bound = _LAST_DRAWN.format(sample) if is_number else int(sample * _DRAWS)
+    num_others = _delete(database, f"FROM rows WHERE {_DRAW} > ({bound})")
+    _refuse_nothing(database, f"input.sample {sample} draws none of {among}")
+    return num_others
 
 
 def _read(source: Source, checkpoint: Checkpoint, file: InputFile) -> pa.Table:
